@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import MoEConfig, RouterConfig, moe
 
 from .peers.moe_layer import jax_layer
 
-CONFIG = MoEConfig(256, 512, num_experts=8, top_k=2)
+CONFIG = MoEConfig(256, 512, num_experts=8, router=RouterConfig(top_k=2))
 TOKENS = 1024
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp", "bf16")
 STEPS = ("trace", "lower", "compile")
@@ -32,7 +32,7 @@ def plain(params: Any, x: jax.Array) -> jax.Array:
     """`jax_layer` with the parameters of `moe.init`, cast to bf16 for each call as ours are."""
     experts = {name: w.astype(jnp.bfloat16).mT for name, w in params["experts"].items()}
     weights = params["router"].astype(jnp.bfloat16), experts["w1"], experts["w3"], experts["w2"]
-    return jax_layer(x.astype(jnp.bfloat16), weights, CONFIG.top_k).astype(x.dtype)
+    return jax_layer(x.astype(jnp.bfloat16), weights, CONFIG.router.top_k).astype(x.dtype)
 
 
 def ours(recipe: str, params: Any, x: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.launch import fail
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import MoEConfig, RouterConfig, moe
 from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from .cases.chosen_experts import ROUTINGS, logits
@@ -87,7 +87,8 @@ class _Inputs:
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
         room, transport = HOWS[how]
         capacity = None if room is None else math.ceil(room * self.shape.tokens * self.shape.top_k / self.ranks)
-        return MoEConfig(*self.shape[1:], recipe=recipe, capacity=capacity, transport=transport)
+        _, d, f, e, k = self.shape
+        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, capacity=capacity, transport=transport)
 
     def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""

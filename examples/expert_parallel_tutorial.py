@@ -5,7 +5,7 @@
     python -m examples.expert_parallel_tutorial                                                     # one rank
 
 On GPUs the sizes are taken from DeepSeek-V3's experts: dim 7168, hidden 2048, 32 experts, 131072 tokens of all ranks.
-`--style library` runs the same layer with `MXFP8ExpertParallel` in place of the five steps; results are bitwise equal.
+`--style library` runs the same layer with `ExpertParallel` in place of the five steps; results are bitwise equal.
 
     x (T, D) --norm, router--> experts and weights of each token --sort, replicate--> rows (T k, D) bf16
         1  quantize and send   T k rows --> M received rows [q | sf]     all-to-all, 1.03 bytes a value
@@ -27,8 +27,9 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.torch_frontend import (
-    MXFP8ExpertParallel,
+    ExpertParallel,
     MXTensor,
+    RouterConfig,
     grouped_swiglu_ffn,
     route,
     sort_by_expert,
@@ -139,7 +140,7 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
-        experts, weights, _ = route(self.router(normed), self.top_k)
+        experts, weights, _ = route(self.router(normed), RouterConfig(self.top_k))
         order, inverse, counts = sort_by_expert(experts, self.num_experts)
         rows = spread_rows(normed.bfloat16(), order, inverse, self.top_k)
         rows = self.experts(rows, counts)  # the style's hooks run around the module
@@ -151,7 +152,7 @@ def train(sizes: argparse.Namespace, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)  # the same dense weights on every rank; experts are scattered from rank 0
     with device:
         layer = Layer(sizes)
-    style = FiveSteps() if sizes.style == "steps" else MXFP8ExpertParallel(sizes.recipe, gradients="sum")
+    style = FiveSteps() if sizes.style == "steps" else ExpertParallel(sizes.recipe, gradients="sum")
     parallelize_module(layer.experts, mesh, style)
     dense = [*layer.norm.parameters(), *layer.router.parameters()]
     optimizer = torch.optim.SGD(layer.parameters(), lr=sizes.lr, foreach=False)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import CopyEngines, GroupedExperts, MoE, MXFP8ExpertParallel, shard_moe, swiglu
+from mxep.torch_frontend import CopyEngines, ExpertParallel, GroupedExperts, MoE, RouterConfig, shard_moe, swiglu
 from mxep.torch_frontend.exchange.shards import sharded
 from safetensors import safe_open
 from torch import Tensor
@@ -86,11 +86,12 @@ class MixtralMoE(MoE):
 
 
 def replacement(config: MixtralConfig, stage: int) -> MixtralMoE:
-    sizes = config.hidden_size, config.intermediate_size, config.num_local_experts
+    dim, hidden_dim, num_experts = config.hidden_size, config.intermediate_size, config.num_local_experts
+    top_k = config.num_experts_per_tok
     if stage == 3:
-        return MixtralMoE(*sizes, config.num_experts_per_tok, recipe="mxfp8")
-    moe = MixtralMoE(*sizes, config.num_experts_per_tok, recipe="bf16", prob_in="combine")
-    moe.experts = PlainExperts(*sizes, recipe="bf16")
+        return MixtralMoE(dim, hidden_dim, num_experts, RouterConfig(top_k), recipe="mxfp8")
+    moe = MixtralMoE(dim, hidden_dim, num_experts, RouterConfig(top_k, prob_in="combine"), recipe="bf16")
+    moe.experts = PlainExperts(dim, hidden_dim, num_experts, recipe="bf16")
     moe.experts.product = looped if stage == 1 else grouped
     return moe
 
@@ -109,7 +110,7 @@ def build(config: MixtralConfig, stage: int, device: torch.device, ep: int, rank
     if stage:
         mesh = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
         beside = stage == 3 and device.type == "cuda" and ep > 1  # the ranks of "ep" are GPUs of one host
-        style = MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group())) if beside else None
+        style = ExpertParallel(transport=CopyEngines(mesh["ep"].get_group())) if beside else None
         shard_moe(model, mesh, [MixtralDecoderLayer], style=style, mp_policy=policy)
     else:
         model.set_experts_implementation("eager")

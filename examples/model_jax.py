@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
-from mxep.jax_frontend import moe, save_mx_rows
+from mxep.jax_frontend import RouterConfig, moe, save_mx_rows
 
 from .checkpoint import Arrays
 from .config import Config, rope_tables
@@ -84,7 +84,7 @@ def attention(p: Params, x_BSD: Array, config: Config) -> Array:
 
 
 def moe_config(config: Config, recipe: str) -> moe.MoEConfig:
-    return moe.MoEConfig(config.dim, config.hidden_dim, config.num_experts, config.top_k, recipe=recipe)
+    return moe.MoEConfig(config.dim, config.hidden_dim, config.num_experts, RouterConfig(config.top_k), recipe=recipe)
 
 
 def layer(p: Params, x: Array, config: Config, recipe: str, mesh: Mesh, batch: PartitionSpec) -> tuple[Array, Array]:

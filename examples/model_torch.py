@@ -9,7 +9,7 @@ Legend: B sequences, S positions, D dim, N heads, V vocabulary.
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 from torch import Tensor, nn
 
 from .config import Config, rope_tables
@@ -60,7 +60,7 @@ class Block(nn.Module):
             config.dim,
             config.hidden_dim,
             config.num_experts,
-            config.top_k,
+            RouterConfig(config.top_k),
             recipe=recipe,
             dtype=torch.float32,
         )

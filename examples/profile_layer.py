@@ -28,14 +28,16 @@ WARM_UP, STEPS = 3, 3
 def profile_torch(args: argparse.Namespace) -> Path:
     """Trace the PyTorch layer."""
     import torch
-    from mxep.torch_frontend import MoE
+    from mxep.torch_frontend import MoE, RouterConfig
     from torch.profiler import ProfilerActivity, profile, record_function
 
     device = torch.device("cuda" if args.device == "gpu" else "cpu")
     if args.device == "gpu" and not torch.cuda.is_available():
         sys.exit(f"{PROG}: error: --device: got gpu; allowed: cpu, PyTorch sees no GPU")
     torch.manual_seed(0)
-    layer = MoE(args.dim, args.hidden_dim, args.num_experts, args.top_k, recipe=args.recipe, device=device)
+    layer = MoE(
+        args.dim, args.hidden_dim, args.num_experts, RouterConfig(args.top_k), recipe=args.recipe, device=device
+    )
     x = torch.randn(args.tokens, args.dim, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     def step() -> None:
@@ -117,11 +119,11 @@ def profile_jax(args: argparse.Namespace) -> Path:
     """Trace the JAX layer."""
     import jax
     import jax.numpy as jnp
-    from mxep.jax_frontend import MoEConfig, moe
+    from mxep.jax_frontend import MoEConfig, RouterConfig, moe
 
     if args.device == "gpu" and jax.default_backend() != "gpu":
         sys.exit(f"{PROG}: error: --device: got gpu; allowed: cpu, JAX sees no GPU")
-    config = MoEConfig(args.dim, args.hidden_dim, args.num_experts, args.top_k, recipe=args.recipe)
+    config = MoEConfig(args.dim, args.hidden_dim, args.num_experts, RouterConfig(args.top_k), recipe=args.recipe)
     with jax.default_device(jax.devices("gpu" if args.device == "gpu" else "cpu")[0]):
         params = moe.init(jax.random.key(0), config)
         x = jax.random.normal(jax.random.key(1), (args.tokens, args.dim), jnp.bfloat16)

@@ -9,7 +9,7 @@ trains on its slice of the batch:
     loss            = mean over ranks of the mean over a rank's tokens
     dense gradient  = mean over ranks (one all-reduce of one flat buffer)
     expert gradient = sum over the tokens of all ranks, which arrive by all-to-all, divided by ep
-                      (MXFP8ExpertParallel with gradients="mean")
+                      (ExpertParallel with gradients="mean")
 """
 
 import os
@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import ExpertParallel, MoE
 from mxep.torch_frontend.layer.metrics import MoERecorder
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,7 +74,7 @@ class Trainer:
             mesh = init_device_mesh(self.device.type, (ep,), mesh_dim_names=("ep",))
             for layer in self.model.modules():
                 if isinstance(layer, MoE):
-                    parallelize_module(layer.experts, mesh, MXFP8ExpertParallel(recipe, gradients="mean"))
+                    parallelize_module(layer.experts, mesh, ExpertParallel(recipe, gradients="mean"))
         self.recorder = MoERecorder(self.model)
         on_gpu = device == "gpu"
         self.params = dict(self.model.named_parameters())

@@ -1,10 +1,11 @@
 """mxep for JAX: MXFP8 grouped products, expert parallelism inside shard_map and a complete Mixture-of-Experts layer.
 
-The layer      moe (init, apply, sharded_apply, specs), MoEConfig, MoEStats, moe_metrics (docs/guides/metrics.md)
+The layer      moe (init, apply, sharded_apply, specs), MoEConfig, RouterConfig, SharedExpert
+               MoEStats (docs/guides/metrics.md)
 The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights
-Recipes        Recipe, RECIPES, Rounding
+Recipes        Recipe, RECIPES
 Rows           MXArray, gather_rows, weighted_combine
 Programs       save_mx_rows (ops/remat.py lists the names), export_checks, lower_for
 Kernels        ops, capabilities, force_implementation, numerics_report
@@ -23,8 +24,8 @@ try:
 except ImportError as error:
     raise ImportError("mxep.jax_frontend needs jax: pip install 'mxep[jax]'") from error
 
-from ..core_kernels.formats import Rounding
 from ..core_kernels.policy.recipe import RECIPES, Recipe
+from ..core_kernels.policy.router import RouterConfig, SharedExpert
 from ..core_kernels.swiglu.activation import SwiGLU
 from . import ops
 from .exchange.all_to_all import TokenReplicas
@@ -32,7 +33,6 @@ from .exchange.combine import combine
 from .exchange.dispatch import dispatch, dispatch_probs
 from .exchange.rows import gather_rows, weighted_combine
 from .layer import moe
-from .layer.metrics import moe_metrics
 from .layer.moe import MoEStats
 from .layer.moe_params import MoEConfig
 from .layer.numerics import numerics_report
@@ -54,7 +54,8 @@ __all__ = [
     "MoEConfig",
     "MoEStats",
     "Recipe",
-    "Rounding",
+    "RouterConfig",
+    "SharedExpert",
     "SwiGLU",
     "TokenReplicas",
     "capabilities",
@@ -68,7 +69,6 @@ __all__ = [
     "grouped_swiglu_ffn",
     "lower_for",
     "moe",
-    "moe_metrics",
     "numerics_report",
     "ops",
     "quantize_weights",
@@ -83,6 +83,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "core_kernels.dispatch": ["Capability"],
+    "core_kernels.formats": ["Rounding"],
     "core_kernels.policy.metrics": ["MoEMetrics"],
     "core_kernels.policy.numerics": ["NumericsReport"],
     "jax_frontend.exchange.all_to_all": ["Exchange", "plan_exchange"],

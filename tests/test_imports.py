@@ -46,7 +46,7 @@ FILES = [path for part in PARTS for path in sorted((ROOT / part).rglob("*.py"))]
 
 CORE = ROOT / "core_kernels"
 BELOW = {
-    "policy": set(),
+    "policy": {"router"},
     "quantize": set(),
     "permute": set(),
     "routing": set(),
@@ -231,7 +231,7 @@ ONLY_TORCH: dict[str, set[str]] = {
     "ops": {"differentiable", "direct", "mx_tensor", "ranges", "register", "settings"},
     "products": {"backward_operands", "gathered_rows"},
     "exchange": {"counts", "exchange", "process_groups", "shards"},
-    "layer": {"experts", "fsdp", "parallel"},
+    "layer": {"experts", "fsdp", "metrics", "parallel"},
     "integrations": {"convert", "packed_experts", "packed_ffn", "torchtitan", "transformers"},
 }
 ONLY_JAX: dict[str, set[str]] = {

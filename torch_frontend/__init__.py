@@ -1,12 +1,12 @@
 """mxep for PyTorch: MXFP8 grouped products, expert parallelism and a complete Mixture-of-Experts layer.
 
-The layer      MoE, GroupedExperts, MoEStats, MXFP8ExpertParallel, moe_metrics (docs/guides/metrics.md)
+The layer      MoE, RouterConfig, SharedExpert, GroupedExperts, MoEStats (docs/guides/metrics.md), ExpertParallel
 FSDP2          shard_moe, clip_grad_norm_ (docs/guides/fsdp.md)
 The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
 Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/guides/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights
-Recipes        Recipe, RECIPES, Rounding
+Recipes        Recipe, RECIPES
 Rows           MXTensor, gather_rows, weighted_combine
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
 
@@ -26,18 +26,17 @@ except ModuleNotFoundError as error:
         "mxep.torch_frontend: PyTorch is missing; install it with `pip install 'mxep[torch]'`"
     ) from error
 
-from ..core_kernels.formats import Rounding
 from ..core_kernels.policy.recipe import RECIPES, Recipe
+from ..core_kernels.policy.router import RouterConfig, SharedExpert
 from ..core_kernels.swiglu.activation import SwiGLU
 from . import ops
 from .exchange.all_to_all import TokenReplicas
 from .exchange.combine import combine
 from .exchange.dispatch import dispatch, dispatch_probs
 from .layer.fsdp import clip_grad_norm_, shard_moe
-from .layer.metrics import moe_metrics
 from .layer.moe import GroupedExperts, MoE, MoEStats
 from .layer.numerics import numerics_report
-from .layer.parallel import MXFP8ExpertParallel
+from .layer.parallel import ExpertParallel
 from .ops.call import debug_checks
 from .ops.capabilities import capabilities
 from .ops.device import force_implementation
@@ -54,18 +53,22 @@ from .routing.permute import gather_rows, sort_by_expert
 from .routing.router import route, update_selection_bias
 from .routing.weighted_combine import weighted_combine
 
+MXFP8ExpertParallel = ExpertParallel
+"""Another name of `ExpertParallel`."""
+
 __all__ = [
     "RECIPES",
     "Collectives",
     "CopyEngines",
+    "ExpertParallel",
     "GroupedExperts",
-    "MXFP8ExpertParallel",
     "MXTensor",
     "MoE",
     "MoEStats",
     "PeerMemory",
     "Recipe",
-    "Rounding",
+    "RouterConfig",
+    "SharedExpert",
     "SwiGLU",
     "TokenReplicas",
     "capabilities",
@@ -79,7 +82,6 @@ __all__ = [
     "gather_rows",
     "grouped_mm",
     "grouped_swiglu_ffn",
-    "moe_metrics",
     "numerics_report",
     "ops",
     "quantize_weights",
@@ -93,6 +95,7 @@ __all__ = [
 
 _ELSEWHERE = {
     "core_kernels.dispatch": ["Capability"],
+    "core_kernels.formats": ["Rounding"],
     "core_kernels.policy.metrics": ["MoEMetrics"],
     "core_kernels.policy.numerics": ["NumericsReport"],
     "torch_frontend.exchange.all_to_all": ["a2a_dispatch"],

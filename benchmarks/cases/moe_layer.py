@@ -50,7 +50,9 @@ def layer_inputs(shape: MoELayer, device: str, recipe: Recipe | str = RECIPE, ro
     """
     t, d, f, e, k = shape
     x, dy = values(2, t, d, device=device, octaves=0.5)
-    ours = torch_frontend.MoE(d, f, e, k, recipe=recipe, dtype=torch.bfloat16, device=device)
+    ours = torch_frontend.MoE(
+        d, f, e, torch_frontend.RouterConfig(k), recipe=recipe, dtype=torch.bfloat16, device=device
+    )
     weights = Weights(ours.router.weight, ours.experts.w1, ours.experts.w3, ours.experts.w2)
     with torch.no_grad():
         for i, w in enumerate(weights, 1):
@@ -109,7 +111,8 @@ def jax_program(
 
 def our_jax_program(inputs: LayerInputs, op: str, held: bool) -> JaxProgram:
     """Ours in JAX, on the memory of the torch inputs."""
-    config = jax_frontend.MoEConfig(*inputs.shape[1:], recipe=inputs.ours.experts.recipe)
+    _, d, f, e, k = inputs.shape
+    config = jax_frontend.MoEConfig(d, f, e, jax_frontend.RouterConfig(k), recipe=inputs.ours.experts.recipe)
     x, dy, router, *experts = (jax.dlpack.from_dlpack(a.detach()) for a in (inputs.x, inputs.dy, *inputs.weights))
     if held:
         experts = [jax_frontend.quantize_weights(w, recipe=config.recipe) for w in experts]

@@ -1,6 +1,6 @@
 """Metrics of a step of a layer: balance of the experts and bytes between the ranks, from the counts of rows.
 
-counts (E,), overflow --moe_metrics, in a frontend--> describe --> dict of numbers
+counts (E,), overflow --MoEStats.metrics, in a frontend--> describe --> dict of numbers
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from .recipe import LegName, Recipe
 class MoEMetrics(TypedDict):
     """Metrics of one layer.
 
-    Attributes:
-        tokens_per_expert: rows of each expert, of all ranks that share the experts.
-        imbalance: the largest of them divided by their mean; 1 is balanced, E is one expert with everything, 0 no
-            tokens.
-        dead_experts: experts without a row.
-        overflow: rows that found no room; always 0 in PyTorch.
-        wire_nbytes: bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together. Rows of
-            a rank's own experts are in it: 1 / ranks of the rows if experts are chosen evenly. 0 on one rank. A row per
-            expert of a token counts, as deduplicate=None sends it; the counts do not tell how much less the others
-            send.
+    Args:
+        tokens_per_expert: Rows of each expert, of all ranks that share the experts.
+        imbalance: The largest of them divided by their mean. 1 is balanced; E is one expert with all rows; 0 is no
+            row.
+        dead_experts: Experts without a row.
+        overflow: Rows that did not fit; always 0 in PyTorch.
+        wire_nbytes: Bytes of the rows in the four all-to-alls of a forward and backward, of all ranks together; 0 on
+            one rank. It includes the rows of a rank's own experts: 1 / ranks of the rows if experts are chosen evenly.
+            It counts a row per expert of a token, as `deduplicate=None` sends rows, because the counts do not show how
+            many rows the other choices save.
     """
 
     tokens_per_expert: list[int]
@@ -35,14 +35,14 @@ class MoEMetrics(TypedDict):
 
 
 def row_nbytes(dim: int, recipe: Recipe) -> int:
-    """Bytes of one row on its four ways: dispatch and combine, forward and backward.
+    """Compute the bytes of one row in its four all-to-alls: dispatch and combine, forward and backward.
 
     Args:
-        dim: values of a row.
-        recipe: of the layer.
+        dim: Values of the row, a multiple of 32.
+        recipe: The recipe, which has the all-to-alls in MXFP8.
 
     Returns:
-        Bytes.
+        The bytes.
 
     Example:
         >>> row_nbytes(64, Recipe.parse("bf16")), row_nbytes(64, Recipe.parse("mxfp8"))
@@ -55,28 +55,28 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
 
 
 def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: ProbIn) -> MoEMetrics:
-    """The metrics of counts.
+    """Compute the metrics of counts.
 
     Args:
-        counts: (E,) rows of each expert.
-        overflow: rows that did not fit.
-        dim: values of a row.
-        recipe: of the layer.
-        ranks: that share the experts.
-        prob_in: of the layer.
+        counts: Rows of each expert.
+        overflow: Rows that did not fit.
+        dim: Values of a row, a positive multiple of 32.
+        recipe: Of the layer.
+        ranks: Ranks that share the experts, a divisor of their number.
+        prob_in: Of the layer.
 
     Returns:
         The metrics.
 
     Raises:
-        TypeError: sizes that are no integers, in the name of `moe_metrics`.
-        ValueError: sizes and names that are not allowed, in the name of `moe_metrics`.
+        TypeError: For sizes that are no int. The message names `MoEStats.metrics`.
+        ValueError: For sizes and names that are not allowed.
 
     Example:
         >>> describe([6, 2, 0, 0], 0, 64, Recipe.parse("mxfp8"), 2, "combine")["imbalance"]
         3.0
     """
-    op = "moe_metrics"
+    op = "MoEStats.metrics"
     for name, size, multiple in (("dim", dim, BLOCK), ("ranks", ranks, 1)):
         if not isinstance(size, int) or isinstance(size, bool):
             fail(TypeError, op, name, f"a {type(size).__name__}", "allowed: an int")

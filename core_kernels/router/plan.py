@@ -36,8 +36,6 @@ from ..tiles import cdiv, next_power_of_2
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 GROUP_SCORES = ("top2", "max")
-OPTIONS = ("score_func", "normalize", "route_scale", "num_groups", "top_k_groups", "group_score", "force_balance")
-"""The options of `route` besides top_k, which the layers of the frontends take too."""
 MOST_EXPERTS, MOST_CHOSEN = 512, 32
 CHUNK = 8
 """Tokens of one row of share_sums, and of one program of the Triton kernels."""
@@ -77,25 +75,19 @@ def _score_attrs(op: str, score_func: str, normalize: bool, route_scale: float) 
     return {"score_func": SCORES.index(score_func), "normalize": int(normalize), "route_scale": bits}
 
 
-def check_options(
-    op: str, experts: int, *, top_k: int, score_func: str, normalize: bool, route_scale: float, num_groups: int,
-    top_k_groups: int, group_score: str, force_balance: bool,
+def check_choice(
+    op: str, *, top_k: int, score_func: str, normalize: bool, route_scale: float, num_groups: int, top_k_groups: int,
+    group_score: str, force_balance: bool,
 ) -> dict[str, int]:  # fmt: skip
-    """The attributes of `route` for a number of experts; raises ValueError or TypeError for options not allowed."""
+    """The attributes of `route`; raises ValueError or TypeError for options that no number of experts allows."""
     for name, size in (("top_k", top_k), ("num_groups", num_groups), ("top_k_groups", top_k_groups)):
         require_size(op, name, size, 1)
     if group_score not in GROUP_SCORES:
         fail(ValueError, op, "group_score", repr(group_score), f"allowed: {' or '.join(map(repr, GROUP_SCORES))}")
-    if experts % num_groups or (num_groups > 1 and experts == num_groups and group_score == "top2"):
-        allowed = f"allowed: divisors of {experts}, the number of experts, with at least 2 experts in a group"
-        fail(ValueError, op, "num_groups", num_groups, allowed)
     if top_k_groups > num_groups:
         fail(ValueError, op, "top_k_groups", top_k_groups, f"allowed: 1 to num_groups = {num_groups}")
-    most = min(experts // num_groups * top_k_groups, MOST_CHOSEN)
-    if top_k > most:
-        what = "num_experts" if num_groups == 1 else "the experts of the chosen groups"
-        what = what if most < MOST_CHOSEN else "the most of the op"
-        fail(ValueError, op, "top_k", top_k, f"allowed: 1 to {what} = {most}")
+    if top_k > MOST_CHOSEN:
+        fail(ValueError, op, "top_k", top_k, f"allowed: 1 to the most of the op = {MOST_CHOSEN}")
     if force_balance not in (False, True):
         fail(TypeError, op, "force_balance", repr(force_balance), "allowed: a bool")
     if force_balance and num_groups > 1:
@@ -103,6 +95,17 @@ def check_options(
     groups = {"num_groups": num_groups, "top_k_groups": top_k_groups, "group_score": GROUP_SCORES.index(group_score)}
     attrs = {"top_k": top_k, **_score_attrs(op, score_func, normalize, route_scale), **groups}
     return {**attrs, "force_balance": int(force_balance)}
+
+
+def check_experts(op: str, experts: int, top_k: int, num_groups: int, top_k_groups: int, group_score: str) -> None:
+    """Raise ValueError unless options of `check_choice` choose among this number of experts."""
+    if experts % num_groups or (num_groups > 1 and experts == num_groups and group_score == "top2"):
+        allowed = f"allowed: divisors of {experts}, the number of experts, with at least 2 experts in a group"
+        fail(ValueError, op, "num_groups", num_groups, allowed)
+    most = experts // num_groups * top_k_groups
+    if top_k > most:
+        what = "num_experts" if num_groups == 1 else "the experts of the chosen groups"
+        fail(ValueError, op, "top_k", top_k, f"allowed: 1 to {what} = {most}")
 
 
 def _check_route(
@@ -113,10 +116,11 @@ def _check_route(
     op = "route"
     experts = _check_logits(op, logits)
     _check_per_expert(op, "bias", bias, experts)
-    attrs = check_options(
-        op, experts, top_k=top_k, score_func=score_func, normalize=normalize, route_scale=route_scale,
-        num_groups=num_groups, top_k_groups=top_k_groups, group_score=group_score, force_balance=force_balance,
+    attrs = check_choice(
+        op, top_k=top_k, score_func=score_func, normalize=normalize, route_scale=route_scale, num_groups=num_groups,
+        top_k_groups=top_k_groups, group_score=group_score, force_balance=force_balance,
     )  # fmt: skip
+    check_experts(op, experts, top_k, num_groups, top_k_groups, group_score)
     tokens = logits.shape[0]
     out = (
         ArrayType((tokens, top_k), "int32"),

@@ -51,7 +51,7 @@ class MoE(nnx.Module):
         TypeError: as `moe.init` and `moe.sharded_apply`.
 
     Example:
-        >>> layer = MoE(MoEConfig(32, 64, num_experts=4, top_k=2), rngs=nnx.Rngs(0))
+        >>> layer = MoE(MoEConfig(32, 64, 4, RouterConfig(2)), rngs=nnx.Rngs(0))
         >>> y, stats = layer(jnp.ones((5, 32)))
         >>> y.shape, layer.w1.shape
         ((5, 32), (4, 64, 32))
@@ -95,7 +95,7 @@ class MoE(nnx.Module):
             return {name: getattr(self, prefix + name)[...] for name in names if hasattr(self, prefix + name)}
 
         params: Params = {**values(("router", "router_bias", "shared_gate")), "experts": values(NAMES)}
-        if self.config.shared_hidden_dim is not None:
+        if self.config.shared is not None:
             params["shared_expert"] = values(("w1", "w3", "w2"), "shared_")
         return params
 

@@ -18,11 +18,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.metrics import MoEMetrics, describe
+from ...core_kernels.policy.prob_in import ProbIn
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.router import RouterConfig, SharedExpert
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.combine import combine
 from ..exchange.dispatch import dispatch, dispatch_probs
@@ -33,7 +38,7 @@ from ..ops.derivatives import reverse_only
 from ..ops.mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, over_mesh, ranks_of
 from ..ops.mx_array import MXArray, MXGradArray
 from ..ops.shapes import Float, Float32, Int
-from ..products.ffn import grouped_swiglu_ffn
+from ..products.ffn import Biases, grouped_swiglu_ffn
 from ..products.weights import Weights, recipe_of
 from ..routing.permute import sort_by_expert
 from ..routing.router import Routing, check_chosen, chosen_outside, tokens_and_logits
@@ -49,19 +54,57 @@ _TOGETHER = (
 )
 
 
+class Choice(NamedTuple):
+    """What a caller gives for the choice of experts: arrays, or their PartitionSpecs."""
+
+    experts: Any
+    weights: Any
+    selection_bias: Any
+
+
 class MoEStats(NamedTuple):
     """Statistics of one forward over the tokens of all ranks, equal on every rank.
 
-    counts: (E,) int32, rows of each expert.
-    aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
-        Transformer, equation 4). 0 if the caller chose the experts.
-    overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity. Their tokens are NaN in y, unless
-        `MoEConfig.on_overflow` is "drop".
+    Args:
+        counts: (E,) int32, rows of each expert.
+        aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
+            Transformer, equation 4). 0 if the caller chose the experts.
+        overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity. Their tokens are NaN in y,
+            unless `MoEConfig.on_overflow` is "drop".
     """
 
     counts: jax.Array
     aux_loss: jax.Array
     overflow: jax.Array
+
+    def metrics(
+        self, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: ProbIn = "swiglu"
+    ) -> MoEMetrics:
+        """Compute the metrics of this forward as Python numbers, outside of jit; the host waits for the device.
+
+        Args:
+            dim: Of the layer.
+            recipe: Of the layer.
+            ranks: Ranks that share the experts, a divisor of their number.
+            prob_in: Of the layer's `RouterConfig`.
+
+        Returns:
+            A dict, whose entries `MoEMetrics` describes. wire_nbytes counts rows, not the unused rows of buffers with a
+            capacity.
+
+        Raises:
+            TypeError: For sizes that are no int.
+            ValueError: For sizes and names that are not allowed.
+
+        Example:
+            >>> config = MoEConfig(32, 64, 4, RouterConfig(2, force_balance=True))
+            >>> _, stats = apply(init(jax.random.key(0), config), jnp.ones((6, 32)), config)
+            >>> metrics = stats.metrics(32, ranks=2)
+            >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
+            ([3, 3, 3, 3], 1.0, 2424)
+        """
+        counts = np.asarray(self.counts).tolist()
+        return describe(counts, int(self.overflow), dim, Recipe.parse(recipe), ranks, prob_in)
 
 
 def apply(
@@ -76,21 +119,7 @@ def apply(
     token_axes: Axes | None = None,
     tensor_axis: str | None = None,
 ) -> tuple[Float[jax.Array, "... D"], MoEStats]:
-    """Run the layer on this device's tokens: x (..., D) bf16 or fp32 -> (y like x, MoEStats).
-
-    params: of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
-    experts, weights: (..., k) integers and (..., k) float32, which replace the router: the caller has chosen k experts
-        for each token. An expert that a token has twice counts twice, as two experts of the same weights would. y is
-        differentiable in weights.
-    selection_bias: (E,) float32, added to the scores for the choice alone; `update_selection_bias` balances the load.
-    axis_name: expert parallelism over a mesh axis, or a tuple of them, inside `jax.shard_map`: params["experts"] holds
-        this rank's E / ranks experts (shard the first dim), the other parameters are whole, x is this rank's tokens.
-        Under jit alone, without an enclosing shard_map, the numbers are the same and nothing is split: every device
-        gathers all arrays, with a warning. `sharded_apply` has the shard_map inside.
-    token_axes: the mesh axes that split the tokens, if they are more than axis_name: ("data", "ep") on a mesh of data
-        and expert ranks. The stats are sums and means over these axes, so their PartitionSpec is P().
-    tensor_axis: a mesh axis that splits dim F of the experts, and no tokens: each of its ranks has F / ranks hidden
-        values of every expert and the same x. y is summed over it, in x's dtype.
+    """Run the layer on this device's tokens.
 
     The caller reduces nothing: JAX sums the gradient of a parameter over every axis on which the parameter is P(). The
     loss is a mean over the global batch, computed outside of shard_map or by psum inside it, plus a weight times
@@ -106,20 +135,44 @@ def apply(
             y, stats = layer(params, x)
             return ((y - target) ** 2).mean() + 0.01 * stats.aux_loss
 
-    >>> config = MoEConfig(32, 64, num_experts=4, top_k=2)
-    >>> y, stats = apply(init(jax.random.key(0), config), jnp.ones((5, 32)), config)
-    >>> y.shape, stats.counts.sum().item()
-    ((5, 32), 10)
+    Args:
+        params: Of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
+        x: (..., D) bfloat16 or float32.
+        config: Static.
+        experts: (..., k) integers, which replace the router's choice: the caller has chosen k experts for each token.
+            An expert that a token has twice counts twice, as two experts of the same weights would.
+        weights: (..., k) float32, given with experts. y is differentiable in weights.
+        selection_bias: (E,) float32, added to the scores for the choice alone; `update_selection_bias` balances the
+            load. It is required with `config.router.selection_bias=True`, and must be None otherwise and with experts.
+        axis_name: Expert parallelism over a mesh axis, or a tuple of them, inside `jax.shard_map`. params["experts"]
+            holds this rank's E / ranks experts (shard the first dim), the other parameters are whole, x is this rank's
+            tokens. Under jit alone, without an enclosing shard_map, the numbers are the same and nothing is split:
+            every device gathers all arrays, with a warning. `sharded_apply` has the shard_map inside.
+        token_axes: The mesh axes that split the tokens, if they are more than axis_name: ("data", "ep") on a mesh of
+            data and expert ranks. The stats are sums and means over these axes, so their PartitionSpec is P().
+        tensor_axis: A mesh axis that splits dim F of the experts, and no tokens. Each of its ranks has F / ranks hidden
+            values of every expert and the same x. y is summed over it, in x's dtype.
 
-    Raises ValueError (x, params, config and the mesh axis do not fit each other, QuantizedWeights of another recipe)
-    and TypeError (dtypes).
+    Returns:
+        y, like x, and `MoEStats`.
+
+    Raises:
+        ValueError: If x, params, config and the mesh axis do not fit each other, and for QuantizedWeights of another
+            recipe.
+        TypeError: For other dtypes and types.
+
+    Example:
+        >>> config = MoEConfig(32, 64, 4, RouterConfig(2))
+        >>> y, stats = apply(init(jax.random.key(0), config), jnp.ones((5, 32)), config)
+        >>> y.shape, stats.counts.sum().item()
+        ((5, 32), 10)
     """
     op = "moe.apply"
     _check(op, x, config, experts, weights, selection_bias)
     check_params(params, config, axis_name, tensor_axis)
     _warn_if_sharded(op, params["experts"])
     token_axes = axis_name if token_axes is None else token_axes
-    return _layer(params, x, config, (experts, weights, selection_bias), axis_name, token_axes, tensor_axis)
+    return _layer(params, x, config, Choice(experts, weights, selection_bias), axis_name, token_axes, tensor_axis)
 
 
 def _check(op: str, x: Any, config: Any, experts: Any, weights: Any, selection_bias: Any) -> None:
@@ -129,46 +182,53 @@ def _check(op: str, x: Any, config: Any, experts: Any, weights: Any, selection_b
     if x.ndim < 1 or x.shape[-1] != config.dim:
         fail(ValueError, op, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     check_chosen(op, x, config.num_experts, experts, weights)
-    if experts is not None and selection_bias is not None:
-        fail(ValueError, op, "selection_bias", "an array", "allowed: None with experts and weights")
+    if experts is not None:
+        if selection_bias is not None:
+            fail(ValueError, op, "selection_bias", "an array", "allowed: None with experts and weights")
+    elif config.router.selection_bias and selection_bias is None:
+        allowed = "allowed: an array (E,) float32 with config.router.selection_bias=True"
+        fail(ValueError, op, "selection_bias", None, allowed)
+    elif selection_bias is not None and not config.router.selection_bias:
+        allowed = "allowed: None, or RouterConfig(selection_bias=True) in the config"
+        fail(ValueError, op, "selection_bias", "an array", allowed)
 
 
 def _layer(
     params: Params,
     x: jax.Array,
     config: MoEConfig,
-    chosen: tuple[jax.Array | None, ...],
+    choice: Choice,
     axis_name: Axes | None,
     token_axes: Axes | None,
     tensor_axis: str | None,
 ) -> tuple[jax.Array, MoEStats]:
-    """`apply` for checked arguments. chosen: experts, weights and selection_bias."""
-    op, (experts, weights, selection_bias) = "moe.apply", chosen
+    """`apply` for checked arguments."""
+    op, (experts, weights, selection_bias) = "moe.apply", choice
     replicas = axis_size(op, token_axes, "token_axes")
     outside = chosen_outside(config.num_experts, experts, weights)
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=_TOGETHER)
     x_TD = x.reshape(-1, config.dim)
-    x_TD, routing = _route(params, x_TD, config, selection_bias) if outside is None else (x_TD, outside)
+    x_TD, routing = _route(params, x_TD, config.router, selection_bias) if outside is None else (x_TD, outside)
     experts_TK, probs_TK, shares_E = routing
     order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
     parts = axis_names(op, "tensor_axis", tensor_axis)
     x_TD, probs_TK = vary(x_TD, parts), vary(probs_TK, parts)
     tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1])
-    if config.prob_in == "input":
+    if config.router.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity, "deduplicate": config.deduplicate}
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
-    inside = dispatch_probs(probs_TK, route) if config.prob_in == "swiglu" else None
+    inside = dispatch_probs(probs_TK, route) if config.router.prob_in == "swiglu" else None
     out = _experts(params["experts"], groups, route, inside, config, parts)
-    y_TD = combine(out, route, probs_TK if config.prob_in == "combine" else None, out_dtype=x_TD.dtype)
-    if config.prob_in == "input":
+    y_TD = combine(out, route, probs_TK if config.router.prob_in == "combine" else None, out_dtype=x_TD.dtype)
+    if config.router.prob_in == "input":
         y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
-    if config.shared_hidden_dim is not None:
-        y_TD += _shared(params, x_TD, config).astype(y_TD.dtype)
+    if config.shared is not None:
+        y_TD += _shared(params, x_TD, config.shared, config).astype(y_TD.dtype)
     y_TD = _total(y_TD, tensor_axis)
     overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
@@ -194,28 +254,41 @@ def sharded_apply(
 ) -> tuple[Float[jax.Array, "... D"], MoEStats]:
     """Run the layer on a mesh, on global arrays, under `jax.jit` and shardings alone: `apply` inside `jax.shard_map`.
 
-    params, x, config, experts, weights, selection_bias: as in `apply`, of all ranks.
-    tokens: the PartitionSpec of x and y without their last dim: P(("data", "expert")) for x (T, D),
-        P("data", "expert") for x (B, S, D). Its axes include expert_axis: each rank computes its own tokens.
-    expert_axis: the mesh axis, or axes, that split the experts; None: every rank has all.
-    fsdp_axis: an axis of `tokens` that splits dim D of the experts' weights too. They are gathered for the call, and
-        the sum of their gradients is scattered. tensor_axis: an axis that splits dim F, as in `apply`.
-    mesh: None is the mesh of `jax.set_mesh`, or the mesh of x if it has explicit axes. Parameters have the shardings
-        of `specs` for these axes. Otherwise JAX reshards them in every call (automatic axes) or raises (explicit axes).
+    Inside a shard_map over some axes of the mesh, x and params are the parts of these axes, and the other axes become
+    manual here.
 
-    Returns (y like x, MoEStats of all tokens, P()). Inside a shard_map over some axes of the mesh, x and params are the
-    parts of these axes, and the other axes become manual here.
+    Args:
+        params: As in `apply`, of all ranks. They have the shardings of `specs` for these axes. Otherwise JAX reshards
+            them in every call (automatic axes) or raises (explicit axes).
+        x: As in `apply`, of all ranks.
+        config: As in `apply`.
+        tokens: The PartitionSpec of x and y without their last dim: P(("data", "expert")) for x (T, D),
+            P("data", "expert") for x (B, S, D). Its axes include expert_axis: each rank computes its own tokens.
+        expert_axis: The mesh axis, or axes, that split the experts. None: every rank has all.
+        fsdp_axis: An axis of `tokens` that splits dim D of the experts' weights too. They are gathered for the call,
+            and the sum of their gradients is scattered.
+        tensor_axis: An axis that splits dim F, as in `apply`.
+        mesh: None is the mesh of `jax.set_mesh`, or the mesh of x if it has explicit axes.
+        experts: As in `apply`, of all ranks.
+        weights: As in `apply`, of all ranks.
+        selection_bias: As in `apply`.
 
-    >>> config = MoEConfig(32, 64, num_experts=4, top_k=2)
-    >>> auto = (jax.sharding.AxisType.Auto,) * 2
-    >>> mesh = jax.make_mesh((1, 1), ("data", "expert"), auto, devices=jax.devices()[:1])
-    >>> with jax.set_mesh(mesh):
-    ...     params, tokens = init(jax.random.key(0), config), PartitionSpec(("data", "expert"))
-    ...     y, stats = sharded_apply(params, jnp.ones((5, 32)), config, tokens=tokens)
-    >>> y.shape, stats.counts.sum().item()
-    ((5, 32), 10)
+    Returns:
+        y, like x, and `MoEStats` of all tokens, P().
 
-    Raises as `apply`; ValueError too for specs that do not fit x, params or the mesh.
+    Raises:
+        ValueError: As `apply`, and for specs that do not fit x, params or the mesh.
+        TypeError: As `apply`.
+
+    Example:
+        >>> config = MoEConfig(32, 64, 4, RouterConfig(2))
+        >>> auto = (jax.sharding.AxisType.Auto,) * 2
+        >>> mesh = jax.make_mesh((1, 1), ("data", "expert"), auto, devices=jax.devices()[:1])
+        >>> with jax.set_mesh(mesh):
+        ...     params, tokens = init(jax.random.key(0), config), PartitionSpec(("data", "expert"))
+        ...     y, stats = sharded_apply(params, jnp.ones((5, 32)), config, tokens=tokens)
+        >>> y.shape, stats.counts.sum().item()
+        ((5, 32), 10)
     """
     op = "moe.sharded_apply"
     _check(op, x, config, experts, weights, selection_bias)
@@ -260,15 +333,15 @@ def sharded_apply(
 
     exchanged = tuple(axis for axis in expert_axes if mesh.shape[axis] > 1)
 
-    def local(params: Params, x: jax.Array, *chosen: jax.Array | None) -> tuple[jax.Array, MoEStats]:
+    def local(params: Params, x: jax.Array, choice: Choice) -> tuple[jax.Array, MoEStats]:
         if fsdp_axis:
             params = {name: _gathered(op, p, of_params[name], fsdp_axis) for name, p in params.items()}
         check_shapes(op, params, config, ranks_of(mesh, expert_axes), ranks_of(mesh, (tensor_axis,)))
-        return _layer(params, x, config, chosen, exchanged or None, token_axes or None, tensor_axis)
+        return _layer(params, x, config, choice, exchanged or None, token_axes or None, tensor_axis)
 
-    in_specs = (of_params, tokens, tokens, tokens, PartitionSpec())
+    in_specs = (of_params, tokens, Choice(tokens, tokens, PartitionSpec()))
     run = over_mesh(local, mesh, in_specs, (tokens, PartitionSpec()))
-    return run(params, x, experts, weights, selection_bias)
+    return run(params, x, Choice(experts, weights, selection_bias))
 
 
 def _gathered(op: str, tree: Any, spec: Any, axis: str) -> Any:
@@ -299,23 +372,23 @@ def _total(x: jax.Array, axes: Axes | None) -> jax.Array:
 
 @jax.named_scope("mxep.route")
 def _route(
-    params: Params, x_TD: jax.Array, config: MoEConfig, selection_bias: jax.Array | None = None
+    params: Params, x_TD: jax.Array, router: RouterConfig, selection_bias: jax.Array | None = None
 ) -> tuple[jax.Array, Routing]:
     """The tokens for the experts, and their routing."""
     x_TD, logits_TE = tokens_and_logits(x_TD, params["router"], params.get("router_bias"))
-    return x_TD, choose_experts(logits_TE, config.top_k, selection_bias=selection_bias, **config.route_options)
+    return x_TD, choose_experts(logits_TE, router, selection_bias=selection_bias)
 
 
-def _shared(params: Params, x_TD: jax.Array, config: MoEConfig) -> jax.Array:
+def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoEConfig) -> jax.Array:
     """(T, D): the shared expert, one group of all tokens, times its gate."""
     ends = jnp.full((1,), x_TD.shape[0], jnp.int32)
-    weights = _local(params["shared_expert"], varying_axes(x_TD))
+    w1, w3, w2 = _local(params["shared_expert"], varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
     options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
-    x_TD, x_of_gate = twice(x_TD) if config.shared_gate else (x_TD, x_TD)
-    out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), *weights, ends, **options)
+    x_TD, x_of_gate = twice(x_TD) if shared.gate else (x_TD, x_TD)
+    out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), w1, w3, w2, ends, **options)
     assert isinstance(out, jax.Array)
-    if not config.shared_gate:
+    if not shared.gate:
         return out
     return gated(x_of_gate, params["shared_gate"], out)
 
@@ -329,13 +402,16 @@ def _experts(
     parts: tuple[str, ...],
 ) -> jax.Array | MXGradArray:
     axes, recipe = varying_axes(*jax.tree.leaves(groups)), recipe_of("moe.apply", config.recipe)
-    weights, biases = _local(experts, axes), {name: vary(experts[name], axes) for name in config.bias_shapes}
-    if parts and "b2" in biases:
-        # The first of the ranks whose outputs are summed adds it.
-        biases["b2"] = jnp.where(jax.lax.axis_index(parts) == 0, biases["b2"], 0)
+    w1, w3, w2 = _local(experts, axes)
+    biases = None
+    if config.bias:
+        b1, b3, b2 = (vary(experts[name], axes) for name in ("b1", "b3", "b2"))
+        if parts:  # The first of the ranks whose outputs are summed adds it.
+            b2 = jnp.where(jax.lax.axis_index(parts) == 0, b2, 0)
+        biases = Biases(b1, b3, b2)
     # The groups are padded already.
     options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
-    return grouped_swiglu_ffn(groups, *weights, route, prob_P, **biases, **options)
+    return grouped_swiglu_ffn(groups, w1, w3, w2, route, prob_P, biases=biases, **options)
 
 
 def _local(experts: Params, axes: tuple[str, ...]) -> tuple[Weights, Weights, Weights]:

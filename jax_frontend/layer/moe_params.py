@@ -1,6 +1,6 @@
 """Sizes and choices of a layer, its parameters, and their shardings on a mesh.
 
-E experts   D dim   F hidden_dim   S shared_hidden_dim
+E experts   D dim   F hidden_dim   S hidden_dim of the shared expert
 
 "router" (E, D)        "experts":       w1, w3 (E, F, D), w2 (E, D, F)
 "shared_gate" (1, D)   "shared_expert": w1, w3 (1, S, D), w2 (1, D, S)
@@ -18,16 +18,14 @@ from jax.sharding import PartitionSpec
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
-from ...core_kernels.policy.prob_in import ProbIn, check_prob_in
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.router.plan import OPTIONS, check_options
+from ...core_kernels.policy.router import RouterConfig, SharedExpert
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.peer_memory import Transport, check_transport
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
 from ..ops.mesh import Axes, axis_names, axis_size
 from ..products.weights import check_weights, recipe_of, resolve_compute
 from ..routing.overflow import OnOverflow, check_on_overflow
-from ..routing.router import GroupScore, ScoreFunc
 
 Params = dict[str, Any]
 
@@ -39,106 +37,87 @@ def _shown(value: Any) -> str:
     return "a traced value, which differs from call to call" if isinstance(value, Tracer) else repr(value)
 
 
+jax.tree_util.register_static(SharedExpert)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
     """Sizes and choices of a layer; hashable. `jax.jit` takes it as a static argument, declared or not.
 
-    dim, hidden_dim: multiples of 32.
-    score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
-        their weights, as in `route`. The router computes in fp32.
-    router_bias: add a learned bias to the logits.
-    shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
-        expert.
-    recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
-    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
-    prob_in: the step that multiplies a row by its probability. "swiglu": inside the experts, before h is rounded;
-        the combine then saves no rows for its gradient and sends quantized tokens backward. "combine": the fp32 sum of
-        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
-        experts' input, as Llama 4 does; x then has a row per token and expert.
-    capacity: rows that each pair of ranks exchanges at most; None is all of a rank's rows, which never drops one.
-        math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
-    on_overflow: the effect of a dropped row on its token. "nan": y and the gradient of x are NaN there, so that the
-        loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
-    bias: adds b1, b3 (E, F) and b2 (E, D) to the three products of the experts. activation: a `SwiGLU`, of
-        the experts and of the shared one, which has no bias.
-    deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
-        `dispatch`. With prob_in="input", where a row is one replica, None alone.
-    transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
-        deduplicate=None.
+    Args:
+        dim: D, a positive multiple of 32.
+        hidden_dim: F of the experts, a positive multiple of 32.
+        num_experts: E.
+        router: A `RouterConfig`: the experts of a token and their weights. The router computes in fp32.
+        shared: A `SharedExpert`, which takes every token and is added to y; None is no shared expert.
+        recipe: A Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+        bias: Add b1, b3 (E, F) and b2 (E, D) to the three products of the experts. The shared expert has no bias.
+        activation: A `SwiGLU`, of the experts and of the shared expert.
+        capacity: Rows that each pair of ranks exchanges at most. None is all of a rank's rows, which never drops one.
+            math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
+        deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
+            `dispatch`. With prob_in="input", where a row is one replica, None alone.
+        transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
+            deduplicate=None.
+        on_overflow: The effect of a dropped row on its token. "nan": y and the gradient of x are NaN there, so that the
+            loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
 
-    >>> MoEConfig(32, 64, num_experts=4, top_k=2).recipe.name
-    'mxfp8'
+    Raises:
+        ValueError: For sizes and names that are not allowed.
+        TypeError: For values of another type.
 
-    Raises ValueError and TypeError for sizes and names that are not allowed.
+    Example:
+        >>> MoEConfig(32, 64, 4, RouterConfig(2)).recipe.name
+        'mxfp8'
     """
 
     dim: int
     hidden_dim: int
     num_experts: int
-    top_k: int
-    score_func: ScoreFunc = "softmax"
-    normalize: bool = True
+    router: RouterConfig
+    _: dataclasses.KW_ONLY
+    shared: SharedExpert | None = None
     recipe: Recipe | str = "mxfp8"
-    capacity: int | None = None
-    prob_in: ProbIn = "swiglu"
-    route_scale: float = 1.0
-    num_groups: int = 1
-    top_k_groups: int = 1
-    group_score: GroupScore = "top2"
-    force_balance: bool = False
-    router_bias: bool = False
-    shared_hidden_dim: int | None = None
-    shared_gate: bool = False
     bias: bool = False
     activation: SwiGLU = PLAIN
+    capacity: int | None = None
     deduplicate: Deduplicate = None
     transport: Transport = "all_to_all"
     on_overflow: OnOverflow = "nan"
 
     def __post_init__(self) -> None:
-        optional = ("capacity", "shared_hidden_dim")
-        for name in ("dim", "hidden_dim", "num_experts", "top_k", "num_groups", "top_k_groups", *optional):
+        op = "MoEConfig"
+        for name in ("dim", "hidden_dim", "num_experts", "capacity"):
             size = getattr(self, name)
-            if type(size) is not int and not (name in optional and size is None):
-                fail(
-                    TypeError,
-                    "MoEConfig",
-                    name,
-                    _shown(size),
-                    "allowed: an int" + (f", {_ROWS}" if name == "capacity" else ""),
-                )
-        for name in ("dim", "hidden_dim", "shared_hidden_dim"):
+            if type(size) is not int and not (name == "capacity" and size is None):
+                allowed = "allowed: an int" + (f", {_ROWS}" if name == "capacity" else "")
+                fail(TypeError, op, name, _shown(size), allowed)
+        for name in ("dim", "hidden_dim"):
             size = getattr(self, name)
-            if size is not None and (not 1 <= size < 2**31 or size % BLOCK):
-                fail(ValueError, "MoEConfig", name, size, f"allowed: positive multiples of {BLOCK} below 2^31")
-        check_size("MoEConfig", "num_experts", self.num_experts, 1)
-        for name in ("normalize", "router_bias", "shared_gate"):
-            check_type("MoEConfig", name, getattr(self, name), bool)
-        if self.shared_gate and self.shared_hidden_dim is None:
-            fail(ValueError, "MoEConfig", "shared_gate", True, "allowed: with shared_hidden_dim")
-        check_options("MoEConfig", self.num_experts, top_k=self.top_k, **self.route_options)
-        check_prob_in("MoEConfig", self.prob_in)
-        check_deduplicate("MoEConfig", self.deduplicate)
-        if self.deduplicate is not None and self.prob_in == "input":
+            if not 1 <= size < 2**31 or size % BLOCK:
+                fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK} below 2^31")
+        check_size(op, "num_experts", self.num_experts, 1)
+        RouterConfig.check(op, self.router, self.num_experts)
+        SharedExpert.check(op, self.shared)
+        check_deduplicate(op, self.deduplicate)
+        if self.deduplicate is not None and self.router.prob_in == "input":
             allowed = "allowed: None with prob_in='input', whose replicas have a row each"
-            fail(ValueError, "MoEConfig", "deduplicate", repr(self.deduplicate), allowed)
-        check_transport("MoEConfig", self.transport)
+            fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
+        check_transport(op, self.transport)
         if self.deduplicate is not None and self.transport == "peer_memory":
-            allowed = "allowed: None with transport='peer_memory'"
-            fail(ValueError, "MoEConfig", "deduplicate", repr(self.deduplicate), allowed)
+            fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport='peer_memory'")
         if self.capacity is not None and not 1 <= self.capacity < 2**31:
-            allowed = f"allowed: 1 to {2**31 - 1}, or None for dropless"
-            fail(ValueError, "MoEConfig", "capacity", self.capacity, allowed)
-        check_on_overflow("MoEConfig", self.on_overflow)
-        check_type("MoEConfig", "bias", self.bias, bool)
-        SwiGLU.check("MoEConfig", self.activation)
-        object.__setattr__(self, "recipe", recipe_of("MoEConfig", self.recipe))
+            fail(ValueError, op, "capacity", self.capacity, f"allowed: 1 to {2**31 - 1}, or None for dropless")
+        check_on_overflow(op, self.on_overflow)
+        check_type(op, "bias", self.bias, bool)
+        SwiGLU.check(op, self.activation)
+        object.__setattr__(self, "recipe", recipe_of(op, self.recipe))
 
     @property
-    def route_options(self) -> dict[str, Any]:
-        """The options of `route`."""
-        return {name: getattr(self, name) for name in OPTIONS}
+    def has_gate(self) -> bool:
+        """Whether the shared expert has a gate."""
+        return self.shared is not None and self.shared.gate
 
     @property
     def bias_shapes(self) -> dict[str, tuple[int, int]]:
@@ -148,15 +127,25 @@ class MoEConfig:
 
 
 def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Params:
-    """Draw the parameters {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}} from truncated normal
-    distributions with standard deviation 1 / sqrt(fan in). With bias experts also have "b1", "b3" (E, F) and "b2"
-    (E, D), zeros; with router_bias also {"router_bias": (E,)}, zeros; with a shared expert {"shared_expert": {"w1",
-    "w3": (1, S, D), "w2": (1, D, S)}}, S = shared_hidden_dim; with shared_gate also {"shared_gate": (1, D)}.
+    """Draw the parameters from truncated normal distributions with standard deviation 1 / sqrt(fan in).
 
-    key: a key of jax.random. dtype: of the parameters, bf16 or fp32. Raises TypeError for other arguments.
+    Args:
+        key: A key of jax.random.
+        config: Of the layer.
+        dtype: Of the parameters, bfloat16 or float32.
 
-    >>> init(jax.random.key(0), MoEConfig(32, 64, num_experts=4, top_k=2))["router"].shape
-    (4, 32)
+    Returns:
+        {"router": (E, D), "experts": {"w1", "w3": (E, F, D), "w2": (E, D, F)}}. With `config.bias` experts also have
+        "b1", "b3" (E, F) and "b2" (E, D), zeros. With `config.router.bias` there is {"router_bias": (E,)}, zeros. With
+        `config.shared` there is {"shared_expert": {"w1", "w3": (1, S, D), "w2": (1, D, S)}}, S its hidden_dim, and with
+        its gate {"shared_gate": (1, D)}.
+
+    Raises:
+        TypeError: For other arguments.
+
+    Example:
+        >>> init(jax.random.key(0), MoEConfig(32, 64, 4, RouterConfig(2)))["router"].shape
+        (4, 32)
     """
     op = "moe.init"
     check_type(op, "config", config, MoEConfig)
@@ -171,11 +160,11 @@ def init(key: jax.Array, config: MoEConfig, dtype: jax.typing.DTypeLike = jnp.fl
     drawn = _draw(key, {"router": (e, d), **shapes(e, d, f)}, dtype)
     biases = {name: jnp.zeros(shape, dtype) for name, shape in config.bias_shapes.items()}
     params = {"router": drawn.pop("router"), "experts": drawn | biases}
-    if config.router_bias:
+    if config.router.bias:
         params["router_bias"] = jnp.zeros(e, dtype)
-    if (s := config.shared_hidden_dim) is not None:
-        params["shared_expert"] = _draw(jax.random.fold_in(key, 1), shapes(1, d, s), dtype)
-    if config.shared_gate:
+    if config.shared is not None:
+        params["shared_expert"] = _draw(jax.random.fold_in(key, 1), shapes(1, d, config.shared.hidden_dim), dtype)
+    if config.has_gate:
         params |= _draw(jax.random.fold_in(key, 2), {"shared_gate": (1, d)}, dtype)
     return params
 
@@ -195,21 +184,29 @@ def specs(
     fsdp_axis: str | None = None,
     tensor_axis: str | None = None,
 ) -> Params:
-    """The PartitionSpec of each parameter that `init` draws, as a tree of the same form.
+    """Return the PartitionSpec of each parameter that `init` draws, as a tree of the same form.
 
-    expert_axis: the mesh axis, or axes, that split the experts. fsdp_axis: the axis that splits dim D of the experts'
-        weights; `sharded_apply` gathers them for each call, and JAX scatters the sum of their gradients.
-    tensor_axis: the axis that splits dim F. Router and biases of dim D are whole on the two.
-
-    Parameters are born sharded, and so are the optimizer's moments, which have the same form:
+    Parameters are created sharded, and so are the optimizer's moments, which have the same form:
 
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), moe.specs(config))
         params = jax.jit(partial(moe.init, config=config), out_shardings=shardings)(key)
 
-    >>> specs(MoEConfig(32, 64, num_experts=4, top_k=2), fsdp_axis="data")["experts"]["w1"]
-    P('expert', None, 'data')
+    Args:
+        config: Of the layer.
+        expert_axis: The mesh axis, or axes, that split the experts.
+        fsdp_axis: The axis that splits dim D of the experts' weights. `sharded_apply` gathers them for each call, and
+            JAX scatters the sum of their gradients.
+        tensor_axis: The axis that splits dim F. Router and biases of dim D are whole on fsdp_axis and tensor_axis.
 
-    Raises TypeError (a config or an axis of another type).
+    Returns:
+        The tree.
+
+    Raises:
+        TypeError: For a config or an axis of another type.
+
+    Example:
+        >>> specs(MoEConfig(32, 64, 4, RouterConfig(2)), fsdp_axis="data")["experts"]["w1"]
+        P('expert', None, 'data')
     """
     op = "moe.specs"
     check_type(op, "config", config, MoEConfig)
@@ -220,10 +217,10 @@ def specs(
     biases = {"b1": (tensor_axis,), "b3": (tensor_axis,), "b2": ()}
     experts = split | {name: biases[name] for name in config.bias_shapes}
     tree: Params = {"router": PartitionSpec(), "experts": {n: _spec(expert_axis, *of) for n, of in experts.items()}}
-    for name, present in (("router_bias", config.router_bias), ("shared_gate", config.shared_gate)):
+    for name, present in (("router_bias", config.router.bias), ("shared_gate", config.has_gate)):
         if present:
             tree[name] = PartitionSpec()
-    if config.shared_hidden_dim is not None:
+    if config.shared is not None:
         tree["shared_expert"] = {name: _spec(None, *of) for name, of in split.items()}
     return tree
 
@@ -243,8 +240,8 @@ def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tens
     op = "moe.apply"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, op, "params", type(params).__name__, _LAYOUT)
-    optional = {"shared_expert": config.shared_hidden_dim is not None, "router_bias": config.router_bias}
-    optional["shared_gate"] = config.shared_gate
+    optional = {"shared_expert": config.shared is not None, "router_bias": config.router.bias}
+    optional["shared_gate"] = config.has_gate
     for name, wanted in optional.items():
         if wanted != (name in params):
             got = f"no {name!r}" if wanted else repr(name)
@@ -260,11 +257,11 @@ def check_shapes(op: str, params: Params, config: MoEConfig, ranks: int, parts: 
     e, d = config.num_experts, config.dim
     local = e // ranks
     f = config.hidden_dim // parts
-    routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router_bias else {})
-    routers |= {"shared_gate": (1, d)} if config.shared_gate else {}
+    routers = {"router": (e, d)} | ({"router_bias": (e,)} if config.router.bias else {})
+    routers |= {"shared_gate": (1, d)} if config.has_gate else {}
     holders = {"router": (params, routers), "experts": (params.get("experts", {}), shapes(local, d, f))}
-    if config.shared_hidden_dim is not None:
-        holders["shared_expert"] = params["shared_expert"], shapes(1, d, config.shared_hidden_dim // parts)
+    if config.shared is not None:
+        holders["shared_expert"] = params["shared_expert"], shapes(1, d, config.shared.hidden_dim // parts)
     biases = {name: (local, d if name == "b2" else f) for name in config.bias_shapes}
     for name in {"b1", "b3", "b2"} & set(params.get("experts", {})) - set(biases):
         fail(ValueError, op, f"params {name!r}", "a bias", "allowed: none with config.bias = False")
@@ -285,13 +282,15 @@ def check_shapes(op: str, params: Params, config: MoEConfig, ranks: int, parts: 
 
 def check_divided(op: str, config: MoEConfig, ranks: dict[str, tuple[int, Axes | None]]) -> None:
     """ValueError unless mesh axes divide the sizes of the config: by name, the ranks and the axes."""
+    sizes = {name: {f"config.{name}": getattr(config, name)} for name in ranks}
+    if config.shared is not None and "hidden_dim" in sizes:
+        sizes["hidden_dim"]["config.shared.hidden_dim"] = config.shared.hidden_dim
     for name, (parts, axes) in ranks.items():
         least = BLOCK if name == "hidden_dim" else 1
-        for size_name in (name, "shared_hidden_dim") if name == "hidden_dim" else (name,):
-            size = getattr(config, size_name)
-            if size is not None and size % (parts * least):
+        for argument, size in sizes[name].items():
+            if size % (parts * least):
                 each = f"{parts * least}, {least} for each of {parts} ranks" if least > 1 else f"the {parts} ranks"
-                fail(ValueError, op, f"config.{size_name}", size, f"allowed: multiples of {each} of mesh axis {axes!r}")
+                fail(ValueError, op, argument, size, f"allowed: multiples of {each} of mesh axis {axes!r}")
 
 
 def shapes(experts: int, dim: int, hidden_dim: int) -> dict[str, tuple[int, ...]]:

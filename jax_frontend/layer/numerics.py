@@ -1,6 +1,8 @@
 """The loss of `compute="fold"` on a layer: the rows that its experts would receive, for
 core_kernels/policy/numerics.py."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,44 +32,55 @@ def numerics_report(
 ) -> NumericsReport:
     """Report the loss of folding the operands of a layer on these tokens: whether to use `compute="exact"` instead.
 
-    params: as for `moe.apply` without a mesh axis. x: (..., D) bf16 or fp32. dout: the gradient of the layer's
-    output, like x; None draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe,
-    whatever its compute: activations, weights in both orientations, gradients; with recipe "mxfp8" also the operands
-    along the tokens. No row is dropped, whatever the capacity.
+    The report covers every MXFP8 operand of the recipe, whatever its compute: activations, weights in both
+    orientations, gradients. With recipe "mxfp8" it covers the operands along the tokens too. No row is dropped,
+    whatever the capacity, and the choice has no selection bias.
 
-    Runs forward and backward once, eagerly and without `jax.grad`. The host reads two bytes per value of each operand
-    and computes the report: some thousand tokens are enough.
+    It runs forward and backward once, eagerly and without `jax.grad`. The host reads two bytes per value of each
+    operand and computes the report: some thousand tokens are enough.
 
-    >>> config = moe.MoEConfig(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
-    >>> params, tokens = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (512, 64))
-    >>> numerics_report(params, tokens, config).lossy()
-    ()
-    >>> channels = jnp.where(jnp.arange(64) < 32, 2.0**16, 1.0)  # the first 32 larger, their weights smaller
-    >>> router, experts = params["router"] / channels, dict(params["experts"])
-    >>> experts["w1"], experts["w3"] = experts["w1"] / channels, experts["w3"] / channels
-    >>> numerics_report({"router": router, "experts": experts}, tokens * channels, config).lossy()
-    ('x', 'w1', 'w3')
+    Args:
+        params: As for `moe.apply` without a mesh axis.
+        x: (..., D) bfloat16 or float32.
+        config: Of the layer.
+        dout: The gradient of the layer's output, like x; None draws normal values from a fixed seed.
 
-    Raises ValueError (shapes, NaN, a recipe that folds nothing), TypeError (dtypes), NotImplementedError inside of jit,
-    grad and shard_map.
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: For shapes, NaN, and a recipe that folds nothing.
+        TypeError: For other dtypes.
+        NotImplementedError: Inside of jit, grad and shard_map.
+
+    Example:
+        >>> config = moe.MoEConfig(64, 128, 2, RouterConfig(top_k=1), recipe="mxfp8")
+        >>> params, tokens = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (512, 64))
+        >>> numerics_report(params, tokens, config).lossy()
+        ()
+        >>> channels = jnp.where(jnp.arange(64) < 32, 2.0**16, 1.0)  # the first 32 larger, their weights smaller
+        >>> router, experts = params["router"] / channels, dict(params["experts"])
+        >>> experts["w1"], experts["w3"] = experts["w1"] / channels, experts["w3"] / channels
+        >>> numerics_report({"router": router, "experts": experts}, tokens * channels, config).lossy()
+        ('x', 'w1', 'w3')
     """
-    recipe = _check(params, x, config, dout)
+    recipe, router = _check(params, x, config, dout), dataclasses.replace(config.router, selection_bias=False)
     x_TD = jnp.asarray(x).reshape(-1, config.dim)
     dout = jax.random.normal(jax.random.key(0), x.shape, x.dtype) if dout is None else jnp.asarray(dout)
 
-    _, (experts_TK, probs_TK, _) = moe._route(params, x_TD, config)
+    _, (experts_TK, probs_TK, _) = moe._route(params, x_TD, router)
     order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
     maps = ops.row_map(
         counts, num_rows=order.shape[0], num_local_experts=config.num_experts, alignment=recipe.alignment
     )
     ends, slot_P = maps.group_ends, jnp.append(order, -1)[maps.row_map]
-    token_P = slot_P // config.top_k  # -1 stays -1
+    token_P = slot_P // router.top_k  # -1 stays -1
     prob_P = jnp.append(probs_TK.reshape(-1), 0.0)[slot_P]
 
-    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if config.prob_in == "input" else (x_TD, token_P)
+    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if router.prob_in == "input" else (x_TD, token_P)
     packed = ops.quantize_row_packed(sent.astype(jnp.bfloat16), rounding=recipe.rounding)
     dout_P = ops.permute_rows(dout.reshape(x_TD.shape), token_P).astype(jnp.float32)
-    dout_P = dout_P * prob_P[:, None] if config.prob_in == "combine" else dout_P
+    dout_P = dout_P * prob_P[:, None] if router.prob_in == "combine" else dout_P
 
     form = MXForm("mx", recipe.rounding, recipe.wgrad_mx, upcasts=False)
 
@@ -79,7 +92,7 @@ def numerics_report(
     return report(
         ops, np.asarray, product, recipe, config.activation.attributes,
         x=ops.permute_mx(packed, from_P), dout=dout_P.astype(jnp.bfloat16),
-        prob=prob_P if config.prob_in == "swiglu" else prob_P[:0], ends=ends,
+        prob=prob_P if router.prob_in == "swiglu" else prob_P[:0], ends=ends,
         weights=(w1, w3, w2), biases=(experts.get("b1"), experts.get("b3")),
     )  # fmt: skip
 

@@ -114,8 +114,8 @@ def _inside(local: Callable, axes: tuple[str, ...], in_specs: Any, out_specs: An
 
             return jax.tree.map(join, parts, whole, is_leaf=lambda leaf: leaf is None)(cotangents)
 
-        specs = (PartitionSpec(axes), PartitionSpec(), out_specs)
-        return mapped(gradients, specs, in_specs)(*residuals, cotangents)
+        (parts, whole), specs = residuals, (PartitionSpec(axes), PartitionSpec(), out_specs)
+        return mapped(gradients, specs, in_specs)(parts, whole, cotangents)
 
     run = jax.custom_vjp(mapped(local, in_specs, out_specs))
     run.defvjp(forward, backward)

@@ -56,6 +56,8 @@ from .weights import (
     saved,
 )
 
+Bias = Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None
+
 
 class Options(NamedTuple):
     """Static arguments. weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h."""
@@ -67,9 +69,24 @@ class Options(NamedTuple):
 
 
 class Biases(NamedTuple):
-    b1: Any
-    b3: Any
-    b2: Any
+    """The biases of the three products, in the order of their weights."""
+
+    b1: Any = None
+    b3: Any = None
+    b2: Any = None
+
+    @classmethod
+    def check(cls, op: str, biases: object) -> "Biases":
+        """Return the three biases, all None for None; raise TypeError unless it is a tuple of three."""
+        if biases is None:
+            return cls()
+        if not isinstance(biases, tuple):
+            got = type(biases).__name__
+        elif len(biases) != 3:
+            got = f"{len(biases)} items"
+        else:
+            return cls._make(biases)
+        fail(TypeError, op, "biases", got, "allowed: None, or a tuple (b1, b3, b2) of arrays or None")
 
 
 class Saved(NamedTuple):
@@ -172,42 +189,51 @@ def grouped_swiglu_ffn(
     group_ends: Int[jax.Array, " G"] | RowMap | LaidOut | None = None,
     prob: Float32[jax.Array, " P"] | None = None,
     *,
-    b1: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
-    b3: Float[jax.Array, "G F"] | Float[jax.Array, " F"] | None = None,
-    b2: Float[jax.Array, "G D"] | Float[jax.Array, " D"] | None = None,
+    biases: tuple[Bias, Bias, Bias] | None = None,
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
     mx_grad: bool = False,
     group_sizes: Int[jax.Array, " G"] | None = None,
 ) -> Float[jax.Array, "P D"] | MXGradArray:
-    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
-    the biases and prob.
+    """Compute prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows.
 
-    x: (P, D) bf16 or fp32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
-        dequantize an MXArray.
-    w1, w3: (G, F, D), w2: (G, D, F), bf16 or fp32; D and F are multiples of 32, unless the recipe is "bf16". Or their
-        QuantizedWeights, made with the same recipe, whose `values` get the gradients.
-    group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
-        them. Rows past the last end give zeros.
-    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
-    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bf16 or fp32; or None. They are added to fp32 sums. With
-        b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2 and prob the
-        sums of the last product are stored in fp32.
-    activation: a `SwiGLU`, for models that clamp or scale gate and up.
-    recipe: a `Recipe` or its name.
-    pad_token_groups, mx_grad, group_sizes: as in `grouped_mm`.
+    The result is differentiable in x, the weights, the biases and prob. A gradient has the dtype of its argument.
 
-    Returns (P, D) bf16, or an MXGradArray of it. The gradients have their argument's dtype. Raises ValueError (shapes,
-    QuantizedWeights of another recipe, values of group_ends in eager calls) and TypeError (dtypes), as `grouped_mm`
-    does.
+    Args:
+        x: (P, D) bfloat16 or float32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and
+            "fp8_..." dequantize an MXArray.
+        w1: (G, F, D), bfloat16 or float32; D and F are multiples of 32, unless the recipe is "bf16". Or its
+            QuantizedWeights, made with the same recipe, whose `values` get the gradient.
+        w3: Like w1.
+        w2: (G, D, F), like w1.
+        group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
+            them. Rows past the last end give zeros.
+        prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2. None is 1.
+        biases: None, or (b1, b3, b2), each bfloat16, float32 or None. b1 and b3 are (G, F), or (F,) for all groups; b2
+            is (G, D) or (D,). They are added to fp32 sums. With b1 or b3 the backward stores the gradients of gate and
+            up in bf16 before it quantizes them. With b2 and prob the sums of the last product are stored in fp32.
+        activation: A `SwiGLU`, for models that clamp or scale gate and up.
+        recipe: A `Recipe` or its name.
+        pad_token_groups: As in `grouped_mm`.
+        mx_grad: As in `grouped_mm`.
+        group_sizes: As in `grouped_mm`.
 
-    >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
-    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
-    0.75
-    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
-    >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]), b2=jnp.ones(32), activation=gpt_oss)[0, 0].item()
-    2.75
+    Returns:
+        (P, D) bfloat16, or an MXGradArray of it.
+
+    Raises:
+        ValueError: For shapes, QuantizedWeights of another recipe, and values of group_ends in eager calls.
+        TypeError: For other dtypes and types.
+
+    Example:
+        >>> x, w = jnp.ones((1, 32)), jnp.full((1, 32, 32), 1 / 32)
+        >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
+        0.75
+        >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+        >>> biases = (None, None, jnp.ones(32))
+        >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]), biases=biases, activation=gpt_oss)[0, 0].item()
+        2.75
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
@@ -215,15 +241,15 @@ def grouped_swiglu_ffn(
     SwiGLU.check(op, activation)
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
-    biases = _checked_biases(op, x, {"w1": w1, "w3": w3, "w2": w2}, Biases(b1, b3, b2), recipe)
+    of_products = _checked_biases(op, x, {"w1": w1, "w3": w3, "w2": w2}, Biases.check(op, biases), recipe)
     group_ends = ends_of(op, group_ends, group_sizes, x, w1.shape[0])
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
     options = Options(format_of(recipe), activation, prob is not None, mx_grad)
-    x, w1, w3, w2, prob, biases = reverse_only(op, (x, w1, w3, w2, prob, biases))
+    x, w1, w3, w2, prob, of_products = reverse_only(op, (x, w1, w3, w2, prob, of_products))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     alignment = recipe.alignment if pad_token_groups and recipe.wgrad_mx else 0
-    return _padded_ffn(op, x, w1, w3, w2, group_ends, prob, biases, options, alignment)
+    return _padded_ffn(op, x, w1, w3, w2, group_ends, prob, of_products, options, alignment)
 
 
 def _padded_ffn(op: str, x, w1, w3, w2, group_ends, prob, biases: Biases, options: Options, alignment: int):

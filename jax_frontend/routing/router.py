@@ -10,7 +10,7 @@
 tokens on to the experts, so that their gradient meets the router's in fp32: `logits_bwd` adds both and rounds once.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,24 @@ import numpy as np
 from jax.core import Tracer
 
 from ...core_kernels.launch import fail
-from ...core_kernels.router.plan import check_options
+from ...core_kernels.policy.router import RouterConfig
 from .. import ops
 from ..ops.call import jitted
 from ..ops.checks import check_floats, check_integers, check_matrix, check_shape, check_values, reads_values
 from ..ops.derivatives import arguments
 from ..ops.shapes import Float, Float32, Int
 
-ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
-GroupScore = Literal["top2", "max"]
+jax.tree_util.register_static(RouterConfig)  # `jax.jit` takes it as a static argument, declared or not
 
 
 class Routing(NamedTuple):
-    """experts (T, k) int32: the chosen experts of each token, best first. weights (T, k) fp32: their weights.
-    shares (E,) fp32: the sum over the tokens of each expert's share of the scores, which the auxiliary loss needs."""
+    """The choice of `route`.
+
+    Args:
+        experts: (T, k) int32, the chosen experts of each token, best first.
+        weights: (T, k) float32, their weights.
+        shares: (E,) float32, the sum over the tokens of each expert's share of the scores. The auxiliary loss needs it.
+    """
 
     experts: jax.Array
     weights: jax.Array
@@ -83,41 +87,26 @@ def tokens_and_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -
 # --- the choice -------------------------------------------------------------------------------------------
 
 
-class _Options(NamedTuple):
-    top_k: int
-    score_func: str
-    normalize: bool
-    route_scale: float
-    num_groups: int
-    top_k_groups: int
-    group_score: str
-    force_balance: bool
-
-    @property
-    def of_scores(self) -> dict[str, Any]:
-        """The options that the gradient has too."""
-        return {"score_func": self.score_func, "normalize": self.normalize, "route_scale": self.route_scale}
-
-
-def _run(logits: jax.Array, bias: jax.Array | None, options: _Options) -> Routing:
+def _run(logits: jax.Array, bias: jax.Array | None, router: RouterConfig) -> Routing:
     # Made inside of `jitted`: jaxlib 0.11.2 ends the process when an empty array enters a part of an eager shard_map.
     bias = jnp.zeros(0, jnp.float32) if bias is None else bias
-    experts, weights, share_sums = ops.route(logits, bias, **options._asdict())
+    experts, weights, share_sums = ops.route(logits, bias, **router.options)
     return Routing(experts, weights, share_sums.sum(0))
 
 
 _route = jax.custom_vjp(_run, nondiff_argnums=(2,))
 
 
-def _route_fwd(logits, bias, options):
-    routing = _run(logits, bias, options)
+def _route_fwd(logits, bias, router):
+    routing = _run(logits, bias, router)
     return routing, (logits, routing.experts)
 
 
-def _route_bwd(options, residuals, grads):
+def _route_bwd(router, residuals, grads):
     logits, experts = residuals
     _, dweights, dshares = grads  # of a Routing
-    return ops.route_bwd(dweights, dshares, logits, experts, **options.of_scores), None
+    scores = {"score_func": router.score_func, "normalize": router.normalize, "route_scale": router.route_scale}
+    return ops.route_bwd(dweights, dshares, logits, experts, **scores), None
 
 
 _route.defvjp(_route_fwd, _route_bwd)
@@ -126,49 +115,50 @@ _route_jitted = jitted(_route, 2)
 
 def route(
     logits: Float[jax.Array, "T E"],
-    top_k: int,
+    router: RouterConfig,
     *,
     selection_bias: Float32[jax.Array, " E"] | None = None,
-    score_func: ScoreFunc = "softmax",
-    normalize: bool = True,
-    route_scale: float = 1.0,
-    num_groups: int = 1,
-    top_k_groups: int = 1,
-    group_score: GroupScore = "top2",
-    force_balance: bool = False,
 ) -> Routing:
-    """Choose top_k experts for each token; differentiable in the logits, through the weights and the shares.
+    """Choose `router.top_k` experts for each token.
 
-    logits: (T, E) float32 or bfloat16, E up to 512. top_k: up to 32.
-    selection_bias: (E,) float32, added to the scores for the choice and not for the weights; None is no bias.
-    score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the choice is by logits, and the
-        weights are the softmax over the chosen ones.
-    normalize: divide the weights of a token by their sum. route_scale: the factor of the weights.
-    num_groups, top_k_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts; a
-        group's score is the sum of its two best scores (group_score="top2") or its best ("max").
-    force_balance: token t takes the experts t * top_k, t * top_k + 1, ... modulo E, for benchmarks.
+    The weights and the shares are differentiable in the logits. The result has the same bits on every device and in
+    both frameworks, except for the last sum of `shares`.
 
-    Returns a `Routing`. Equal scores: the lower expert is first. A NaN logit makes its token's weights NaN. The result
-    has the same bits on every device and in both frameworks, except for the last sum of `shares`.
+    Args:
+        logits: (T, E) float32 or bfloat16, E up to 512.
+        router: The choice, static. Its fields `bias` and `prob_in` are for layers; this function does not read them.
+        selection_bias: (E,) float32, added to the scores for the choice and not for the weights. It is required if
+            `router.selection_bias` is True.
 
-    >>> experts, weights, _ = route(jnp.array([[0.0, 2.0, 1.0]]), 2, score_func="sigmoid", normalize=False)
-    >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
-    ([[1, 2]], [0.8808, 0.7311])
+    Returns:
+        The experts, their weights, and the shares. Of equal scores the lower expert is first. A NaN logit makes its
+        token's weights NaN.
 
-    Raises ValueError (shapes, values) and TypeError (dtypes). Sources: Fedus et al., "Switch Transformers", 2021;
-    DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    Raises:
+        ValueError: For shapes and values that are not allowed.
+        TypeError: For other dtypes and types.
+
+    Example:
+        >>> router = RouterConfig(2, score_func="sigmoid", normalize=False)
+        >>> experts, weights, _ = route(jnp.array([[0.0, 2.0, 1.0]]), router)
+        >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
+        ([[1, 2]], [0.8808, 0.7311])
+
+    Sources: Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
+    2.1.2.
     """
     op = "route"
     check_floats(op, "logits", logits)
     check_matrix(op, "logits", logits)
-    groups = num_groups, top_k_groups, group_score
-    options = _Options(top_k, score_func, normalize, route_scale, *groups, force_balance)
-    check_options(op, logits.shape[1], **options._asdict())
+    router = RouterConfig.check(op, router, logits.shape[1])
+    if router.selection_bias and selection_bias is None:
+        fail(ValueError, op, "selection_bias", None, "allowed: an array (E,) float32 with router.selection_bias=True")
     bias = None
     if selection_bias is not None:
         check_shape(op, "selection_bias", selection_bias, logits.shape[1:], "one value per expert", "float32")
         bias = jax.lax.stop_gradient(jnp.asarray(selection_bias))
-    return _route_jitted(*arguments(op, jnp.asarray(logits), bias), options)
+    logits, bias = arguments(op, jnp.asarray(logits), bias)
+    return _route_jitted(logits, bias, router)
 
 
 def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> None:
@@ -200,20 +190,31 @@ def chosen_outside(num_experts: int, experts: jax.Array | None, weights: jax.Arr
 def update_selection_bias(
     selection_bias: Float32[jax.Array, " E"], counts: Int[jax.Array, " E"], rate: float
 ) -> Float32[jax.Array, " E"]:
-    """selection_bias + rate * sign(mean(counts) - counts): the load balance of DeepSeek-V3 without a loss.
+    """Compute selection_bias + rate * sign(mean(counts) - counts): the load balance of DeepSeek-V3 without a loss.
 
-    selection_bias: (E,) float32. counts: (E,) of an integer dtype, the rows of each expert in the last step, as
-    `MoEStats.counts`; sum them over data-parallel ranks first. rate: 0.001 for DeepSeek-V3. Returns (E,) float32. A
-    training loop calls it after each step:
+    A training loop calls it after each step:
 
         bias = update_selection_bias(bias, stats.counts, 0.001)
 
-    >>> update_selection_bias(jnp.zeros(3), jnp.array([4, 1, 1]), 0.5).tolist()
-    [-0.5, 0.5, 0.5]
+    Args:
+        selection_bias: (E,) float32.
+        counts: (E,) of an integer dtype, the rows of each expert in the last step, as `MoEStats.counts`. The caller
+            sums them over data-parallel ranks first.
+        rate: A positive number; 0.001 for DeepSeek-V3.
 
-    Raises ValueError (shapes, a rate that is not positive and finite, negative counts in eager calls on a CPU and under
-    checkify) and TypeError (dtypes). Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-    Mixture-of-Experts", 2024.
+    Returns:
+        (E,) float32.
+
+    Raises:
+        ValueError: For shapes and rates that are not allowed. Negative counts raise in eager calls on a CPU and under
+            checkify.
+        TypeError: For other dtypes.
+
+    Example:
+        >>> update_selection_bias(jnp.zeros(3), jnp.array([4, 1, 1]), 0.5).tolist()
+        [-0.5, 0.5, 0.5]
+
+    Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     check_floats(op, "selection_bias", selection_bias)

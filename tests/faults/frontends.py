@@ -234,7 +234,7 @@ FRONTENDS = (
         "shard_moe: gradients of experts are a sum over the expert ranks",
         "torch_frontend/layer/fsdp.py",
         "parallelize_module(layer.experts, experts, style)",
-        'parallelize_module(layer.experts, experts, MXFP8ExpertParallel(gradients="sum"))',
+        'parallelize_module(layer.experts, experts, ExpertParallel(gradients="sum"))',
         "tests/torch_frontend/layer/test_fsdp.py",
     ),
     Fault(

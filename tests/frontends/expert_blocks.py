@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from mxep.core_kernels.policy.router import SharedExpert
 from mxep.torch_frontend.integrations.layouts import unpack_expert_weights
 from torch import Tensor, nn
 from transformers import (
@@ -35,8 +36,8 @@ T, D, HIDDEN, SHARED, E = 64, 64, 96, 32, 8
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """sizes: of the configuration. options: of MoE and MoEConfig. layout: of `unpack_expert_weights`. numbers: of
-    SwiGLU."""
+    """sizes: of the configuration. options: as `layer_options` takes them. layout: of `unpack_expert_weights`. numbers:
+    of SwiGLU."""
 
     kind: Callable[[Any], nn.Module]
     config: type[PretrainedConfig]
@@ -76,9 +77,9 @@ class Block:
         parts = {"router": of(router.weight), **unpack_expert_weights(**packed, **self.layout)}
         if self.options.get("router_bias"):
             parts["router_bias"] = of(router.bias)
-        if self.options.get("shared_gate"):
-            parts["shared_gate"] = of(block.shared_expert_gate.weight)
-        if "shared_hidden_dim" in self.options:
+        if "shared" in self.options:
+            if self.options["shared"].gate:
+                parts["shared_gate"] = of(block.shared_expert_gate.weight)
             shared = block.shared_experts if hasattr(block, "shared_experts") else block.shared_expert
             names = ("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")
             parts |= {f"shared_{name}": of(getattr(shared, theirs).weight)[None] for name, theirs in names}
@@ -102,9 +103,8 @@ class Block:
         return {"y": y.detach(), "x": x.grad, **self.weights(lambda w: w.grad)}  # type: ignore[dict-item]
 
 
-_SHARED = {"shared_hidden_dim": SHARED}
 _QWEN = {"num_experts": E, "moe_intermediate_size": HIDDEN}
-_GATED = _SHARED | {"shared_gate": True}
+_GATED = {"shared": SharedExpert(SHARED, gate=True)}
 BLOCKS = {
     "mixtral": Block(MixtralSparseMoeBlock, MixtralConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 2),
     "qwen2_moe": Block(
@@ -119,16 +119,17 @@ BLOCKS = {
         DeepseekV3MoE, DeepseekV3Config,
         {"n_routed_experts": E, "moe_intermediate_size": HIDDEN, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
          "routed_scaling_factor": 2.5}, 3,
-        {"score_func": "sigmoid", "route_scale": 2.5, "num_groups": 4, "top_k_groups": 2, "shared_hidden_dim": HIDDEN},
+        {"score_func": "sigmoid", "route_scale": 2.5, "num_groups": 4, "top_k_groups": 2,
+         "shared": SharedExpert(HIDDEN)},
     ),
     "llama4": Block(
         Llama4TextMoe, Llama4TextConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 1,
-        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared_hidden_dim": HIDDEN},
+        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared": SharedExpert(HIDDEN)},
         {"transposed": True},
     ),
     "llama4_top2": Block(
         Llama4TextMoe, Llama4TextConfig, {"num_local_experts": E, "intermediate_size": HIDDEN}, 2,
-        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared_hidden_dim": HIDDEN},
+        {"score_func": "sigmoid", "normalize": False, "prob_in": "input", "shared": SharedExpert(HIDDEN)},
         {"transposed": True},
     ),
     "gpt_oss": Block(

@@ -17,6 +17,7 @@ from mxep.torch_frontend.integrations import layouts as torch_layouts
 from torch import Tensor
 
 from ..compare import sqnr_db
+from ..layer_options import layer_options
 from .expert_blocks import BLOCKS, HIDDEN, Block, D, E
 
 # Measured, the worst of all results: bf16 45.7 dB, MXFP8 22.7; of the router's gradients, which sum few values: bf16
@@ -36,7 +37,7 @@ def name_in_torch(name: str) -> str:
 def torch_block(block: Block, recipe: str, **changes: str) -> dict[str, Tensor]:
     biased, options = block.selection_bias is not None, block.options | changes
     options |= {"activation": mxep_torch.SwiGLU(**block.numbers), "selection_bias": biased, "recipe": recipe}
-    moe = mxep_torch.MoE(D, HIDDEN, E, block.top_k, **options)
+    moe = mxep_torch.MoE(D, HIDDEN, E, **layer_options(block.top_k, **options))
     weights = block.weights()
     state = {name_in_torch(name): w for name, w in weights.items()}
     moe.load_state_dict(state | ({"selection_bias": block.selection_bias} if biased else {}))
@@ -79,7 +80,7 @@ def jax_params(block: Block) -> mxep_jax.moe.Params:
 def test_jax(name: str) -> None:
     block = BLOCKS[name]
     options = block.options | {"activation": mxep_jax.SwiGLU(**block.numbers), "recipe": "mxfp8"}
-    config = mxep_jax.MoEConfig(D, HIDDEN, E, block.top_k, **options)
+    config = mxep_jax.MoEConfig(D, HIDDEN, E, **layer_options(block.top_k, **options))
 
     @jax.jit
     def run(params, x, dy):

@@ -14,8 +14,8 @@ def test_the_frontends_agree(recipe: str) -> None:
     in_torch = torch_frontend.MoEStats(torch.from_numpy(counts), torch.tensor(1.0), torch.tensor(2))
     in_jax = jax_frontend.MoEStats(jnp.asarray(counts), jnp.asarray(1.0), jnp.asarray(2))
     options = {"recipe": recipe, "ranks": 2, "prob_in": "swiglu"}
-    found = torch_frontend.moe_metrics(in_torch, 64, **options)
-    assert found == jax_frontend.moe_metrics(in_jax, 64, **options)
+    found = in_torch.metrics(64, **options)
+    assert found == in_jax.metrics(64, **options)
     assert set(found) == set(MoEMetrics.__annotations__)
     assert (found["imbalance"], found["dead_experts"], found["overflow"]) == (8 * 4 / 12, 1, 2)
 
@@ -24,6 +24,6 @@ def test_the_frontends_agree(recipe: str) -> None:
 def test_ranks_that_cannot_share_the_experts(ranks: int) -> None:
     in_torch = torch_frontend.MoEStats(torch.ones(4, dtype=torch.int32), torch.tensor(1.0), torch.tensor(0))
     in_jax = jax_frontend.MoEStats(jnp.ones(4, int), jnp.asarray(1.0), jnp.asarray(0))
-    for moe_metrics, stats in ((torch_frontend.moe_metrics, in_torch), (jax_frontend.moe_metrics, in_jax)):
-        with pytest.raises(ValueError, match=f"moe_metrics: ranks: got {ranks}; allowed: divisors of 4, the experts"):
-            moe_metrics(stats, 32, ranks=ranks)
+    for stats in (in_torch, in_jax):
+        with pytest.raises(ValueError, match=f"MoEStats.metrics: ranks: got {ranks}; allowed: divisors of 4, the exp"):
+            stats.metrics(32, ranks=ranks)

@@ -29,7 +29,7 @@ X, DY = RNG.standard_normal((2, TOKENS, D), np.float32)
 
 
 def torch_layer(recipe: str, prob_in: str) -> mxep_torch.MoE:
-    moe = mxep_torch.MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in, **OPTIONS)
+    moe = mxep_torch.MoE(D, HIDDEN, E, mxep_torch.RouterConfig(TOP_K, prob_in=prob_in), recipe=recipe, **OPTIONS)
     values = {f"experts.{name}": torch.from_numpy(PARAMS[name]) for name in NAMES}
     moe.load_state_dict(values | {"router.weight": torch.from_numpy(PARAMS["router"])})
     return moe
@@ -44,7 +44,7 @@ def by_torch(recipe: str, prob_in: str) -> dict[str, Tensor]:
 
 
 def config(recipe: str, prob_in: str) -> mxep_jax.MoEConfig:
-    return mxep_jax.MoEConfig(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in, **OPTIONS)
+    return mxep_jax.MoEConfig(D, HIDDEN, E, mxep_jax.RouterConfig(TOP_K, prob_in=prob_in), recipe=recipe, **OPTIONS)
 
 
 TREE = {"router": jnp.asarray(PARAMS["router"]), "experts": {name: jnp.asarray(PARAMS[name]) for name in NAMES}}
@@ -120,7 +120,7 @@ def test_a_report_follows_biases_and_activation() -> None:
 
 def test_without_biases_there_are_no_parameters() -> None:
     assert set(dict(mxep_torch.GroupedExperts(D, HIDDEN, E).named_parameters())) == {"w1", "w2", "w3"}
-    plain = mxep_jax.moe.init(jax.random.key(0), mxep_jax.MoEConfig(D, HIDDEN, E, TOP_K))
+    plain = mxep_jax.moe.init(jax.random.key(0), mxep_jax.MoEConfig(D, HIDDEN, E, mxep_jax.RouterConfig(TOP_K)))
     assert set(plain["experts"]) == {"w1", "w2", "w3"}
     biased = mxep_jax.moe.init(jax.random.key(0), config("bf16", "combine"))
     assert {name: b.shape for name, b in biased["experts"].items()} == {name: PARAMS[name].shape for name in NAMES}
@@ -130,7 +130,7 @@ def test_without_biases_there_are_no_parameters() -> None:
     assert not any(b.any() for b in (experts.b1, experts.b3, experts.b2))
 
 
-PLAIN = mxep_jax.MoEConfig(D, HIDDEN, E, TOP_K)
+PLAIN = mxep_jax.MoEConfig(D, HIDDEN, E, mxep_jax.RouterConfig(TOP_K))
 NO_B3 = {**TREE, "experts": {name: w for name, w in TREE["experts"].items() if name != "b3"}}
 
 
@@ -138,9 +138,21 @@ NO_B3 = {**TREE, "experts": {name: w for name, w in TREE["experts"].items() if n
     ("error", "message", "call"),
     [
         (TypeError, "GroupedExperts: bias: got 1", lambda: mxep_torch.GroupedExperts(D, HIDDEN, E, bias=1)),
-        (TypeError, "activation: got 'silu'", lambda: mxep_torch.MoE(D, HIDDEN, E, 2, activation="silu")),
-        (TypeError, "MoEConfig: bias: got int", lambda: mxep_jax.MoEConfig(D, HIDDEN, E, 2, bias=1)),
-        (TypeError, "MoEConfig: activation: got None", lambda: mxep_jax.MoEConfig(D, HIDDEN, E, 2, activation=None)),
+        (
+            TypeError,
+            "activation: got 'silu'",
+            lambda: mxep_torch.MoE(D, HIDDEN, E, mxep_torch.RouterConfig(2), activation="silu"),
+        ),
+        (
+            TypeError,
+            "MoEConfig: bias: got int",
+            lambda: mxep_jax.MoEConfig(D, HIDDEN, E, mxep_jax.RouterConfig(2), bias=1),
+        ),
+        (
+            TypeError,
+            "MoEConfig: activation: got None",
+            lambda: mxep_jax.MoEConfig(D, HIDDEN, E, mxep_jax.RouterConfig(2), activation=None),
+        ),
         (ValueError, "params 'b.': got a bias; allowed: none", lambda: mxep_jax.moe.apply(TREE, X, PLAIN)),
         (ValueError, "got no 'b3'", lambda: mxep_jax.moe.apply(NO_B3, X, config("bf16", "combine"))),
     ],

@@ -21,6 +21,8 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ..layer_options import layer_options
+
 Array = np.ndarray
 Params = dict[str, Array]
 
@@ -40,7 +42,7 @@ def make_layer(dim: int, hidden: int, experts: int, tokens: int, hot: int = 0) -
 
 def torch_layer(params: Params, top_k: int, **options) -> mxep_torch.MoE:
     experts, hidden, dim = params["w1"].shape
-    moe = mxep_torch.MoE(dim, hidden, experts, top_k, **options)
+    moe = mxep_torch.MoE(dim, hidden, experts, **layer_options(top_k, **options))
     with torch.no_grad():
         moe.router.weight.copy_(torch.from_numpy(params["router"]))
         for name in ("w1", "w3", "w2"):
@@ -54,7 +56,7 @@ def torch_report(params: Params, x: Array, dout: Array, top_k: int, **options) -
 
 def jax_report(params: Params, x: Array, dout: Array, top_k: int, **options) -> NumericsReport:
     experts, hidden, dim = params["w1"].shape
-    config = mxep_jax.MoEConfig(dim, hidden, experts, top_k, **options)
+    config = mxep_jax.MoEConfig(dim, hidden, experts, **layer_options(top_k, **options))
     tree = {"router": jnp.asarray(params["router"]), "experts": {n: jnp.asarray(params[n]) for n in ("w1", "w3", "w2")}}
     return mxep_jax.numerics_report(tree, jnp.asarray(x), config, jnp.asarray(dout))
 
@@ -266,7 +268,7 @@ X = torch.zeros(4, 64)
 )
 def test_torch_names_a_bad_argument(error, message: str, options: dict, x, dout) -> None:
     with pytest.raises(error, match=f"numerics_report: {message}"):
-        mxep_torch.numerics_report(mxep_torch.MoE(64, 96, 2, 1, **options), x, dout)
+        mxep_torch.numerics_report(mxep_torch.MoE(64, 96, 2, mxep_torch.RouterConfig(1), **options), x, dout)
 
 
 def test_torch_rejects_other_modules() -> None:
@@ -277,16 +279,19 @@ def test_torch_rejects_other_modules() -> None:
 def test_torch_rejects_a_sharded_layer() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        moe, mesh = mxep_torch.MoE(64, 96, 2, 1), init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
-        parallelize_module(moe.experts, mesh, mxep_torch.MXFP8ExpertParallel())
+        moe, mesh = (
+            mxep_torch.MoE(64, 96, 2, mxep_torch.RouterConfig(1)),
+            init_device_mesh("cpu", (1,), mesh_dim_names=("ep",)),
+        )
+        parallelize_module(moe.experts, mesh, mxep_torch.ExpertParallel())
         with pytest.raises(NotImplementedError, match=r"moe: got w1 as a DTensor; .*call it before parallelize_module"):
             mxep_torch.numerics_report(moe, X)
     finally:
         dist.destroy_process_group()
 
 
-CONFIG = mxep_jax.MoEConfig(64, 96, 1, 1)
-BF16 = mxep_jax.MoEConfig(64, 96, 1, 1, recipe="bf16")
+CONFIG = mxep_jax.MoEConfig(64, 96, 1, mxep_jax.RouterConfig(1))
+BF16 = mxep_jax.MoEConfig(64, 96, 1, mxep_jax.RouterConfig(1), recipe="bf16")
 PARAMS = mxep_jax.moe.init(jax.random.key(0), CONFIG)
 XJ = jnp.zeros((4, 64))
 

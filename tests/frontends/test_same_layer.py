@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from mxep import jax_frontend, torch_frontend
-from mxep.jax_frontend import moe
+from mxep.jax_frontend import SharedExpert, moe
 
 from ..compare import to_numpy
+from ..layer_options import layer_options
 from .test_expert_blocks import name_in_torch
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 96, 64, 96, 8, 2
@@ -34,7 +35,7 @@ def named(params: moe.Params) -> dict[str, Any]:
 
 
 def of_torch(params: moe.Params, options: dict[str, Any]) -> dict[str, Any]:
-    layer = torch_frontend.MoE(DIM, HIDDEN, EXPERTS, TOP_K, dtype=torch.bfloat16, **options)
+    layer = torch_frontend.MoE(DIM, HIDDEN, EXPERTS, dtype=torch.bfloat16, **layer_options(TOP_K, **options))
     layer.load_state_dict({name: tensor(w) for name, w in named(params).items()})
     x = tensor(X).requires_grad_()
     y, _ = layer(x)
@@ -45,8 +46,8 @@ def of_torch(params: moe.Params, options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"shared_hidden_dim": 64, "shared_gate": True},
-        {"shared_hidden_dim": 64, "prob_in": "input"},
+        {"shared": SharedExpert(64, gate=True)},
+        {"shared": SharedExpert(64), "prob_in": "input"},
         {"router_bias": True, "score_func": "softmax_of_chosen"},
     ],
     ids=["Qwen2-MoE", "Llama 4", "GPT-OSS"],
@@ -54,7 +55,7 @@ def of_torch(params: moe.Params, options: dict[str, Any]) -> dict[str, Any]:
 def test_a_layer_of_bf16(options: dict[str, Any]) -> None:
     """Measured: no value differs. With the roundings that jit dropped 4 and 16% of y did, with a second rounding of
     dx in PyTorch 16% of dx."""
-    config = jax_frontend.MoEConfig(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+    config = jax_frontend.MoEConfig(DIM, HIDDEN, EXPERTS, **layer_options(TOP_K, **options))
     params = moe.init(jax.random.key(0), config, jnp.bfloat16)
     if "router_bias" in params:
         params["router_bias"] = jax.random.normal(jax.random.key(1), (EXPERTS,), jnp.bfloat16)

@@ -57,8 +57,8 @@ class _ReduceGradient(torch.autograd.Function):
         return total / ctx.divisor, None, None
 
 
-_divide_gradient = differentiable("MXFP8ExpertParallel", _DivideGradient)
-_reduce_gradient = differentiable("MXFP8ExpertParallel", _ReduceGradient)
+_divide_gradient = differentiable("ExpertParallel", _DivideGradient)
+_reduce_gradient = differentiable("ExpertParallel", _ReduceGradient)
 
 
 def sharded(parameter: Tensor, ranks: Ranks | None) -> Tensor:
@@ -89,9 +89,7 @@ def check_group(op: str, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
 
 def _not_ours(op: str, parameter: DTensor) -> NoReturn:
     got = f"a DTensor {tuple(parameter.shape)} with {parameter.placements} of another style"
-    allowed = (
-        "allowed: plain tensors, or parallelize_module(moe, mesh, MXFP8ExpertParallel()), or shard_moe(model, mesh)"
-    )
+    allowed = "allowed: plain tensors, or parallelize_module(moe, mesh, ExpertParallel()), or shard_moe(model, mesh)"
     fail(TypeError, op, "parameters", got, allowed)
 
 

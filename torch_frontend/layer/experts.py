@@ -30,35 +30,48 @@ from ..ops.checks import (
 )
 from ..ops.private import version_of
 from ..overlap.local_experts import FFN
-from ..products.ffn import swiglu_ffn
+from ..products.ffn import Biases, FFNOptions, swiglu_ffn
 from ..products.weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
 
 
 class GroupedExperts(nn.Module):
     """SwiGLU experts as 3D parameters: w1, w3 (E, F, D) and w2 (E, D, F); y = w2 (silu(w1 x) * w3 x).
 
-    dim, hidden_dim: multiples of 32. recipe: a Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise",
-    "fp8_blockwise" or "bf16". dtype: of the parameters. bias: adds b1, b3 (E, F) and b2 (E, D), zeros at first, to the
-    three products. activation: a `SwiGLU`. recompute: the forward saves its rows and nothing else, MXFP8 bytes if
-    `dispatch` quantized them, and the backward quantizes the weights and multiplies w1 and w3 again. The gradients are
-    the same bytes.
+    Args:
+        dim: D, a positive multiple of 32.
+        hidden_dim: F, a positive multiple of 32.
+        num_experts: E.
+        recipe: A Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
+        dtype: Of the parameters.
+        device: Of the parameters.
+        bias: Add b1, b3 (E, F) and b2 (E, D), zeros at first, to the three products.
+        activation: A `SwiGLU`.
+        recompute: The forward saves its rows and nothing else, MXFP8 bytes if `dispatch` quantized them. The backward
+            quantizes the weights and multiplies w1 and w3 again. The gradients are the same bytes.
 
-    forward(groups, padded_counts, probs=None): groups (P, D), one padded group per local expert, bf16 or MXTensor;
-    padded_counts (local experts,) of an integer dtype, multiples of 32, or the RowMap that laid the groups out, or
-    another layout of a `dispatch`; probs (P,) float32, a weight for each row of y.
-    Returns (P, D) bf16. Under MXFP8ExpertParallel the groups are from `dispatch` on this rank.
+    Raises:
+        ValueError: For sizes, recipes and counts that are not allowed.
+        TypeError: For values of another type.
 
-    >>> experts = GroupedExperts(32, 64, num_experts=2)
-    >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
-    torch.Size([64, 32])
+    The forward is `experts(groups, padded_counts, probs=None)`. Under `ExpertParallel` the groups are from `dispatch`
+    on this rank.
 
-    Raises ValueError and TypeError for sizes, recipes and counts that are not allowed.
+    - groups: (P, D) bfloat16 or MXTensor, one padded group per local expert.
+    - padded_counts: (local experts,) of an integer dtype, multiples of 32; or the RowMap that laid the groups out, or
+      another layout of a `dispatch`.
+    - probs: (P,) float32, a weight for each row of the result; or None.
+    - It returns (P, D) bfloat16.
+
+    Example:
+        >>> experts = GroupedExperts(32, 64, num_experts=2)
+        >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
+        torch.Size([64, 32])
     """
 
     expert_parallel: Ranks | None = None
-    """The ranks that share the experts, set by MXFP8ExpertParallel; None is this process alone."""
+    """The ranks that share the experts, set by ExpertParallel; None is this process alone."""
     exchange: Exchange = Local()
-    """How their layer exchanges rows, set by MXFP8ExpertParallel."""
+    """How their layer exchanges rows, set by ExpertParallel."""
 
     b1: Tensor | None
     b2: Tensor | None
@@ -146,9 +159,13 @@ class GroupedExperts(nn.Module):
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
         if self._held is not None:
             weights = self._held.weights_of(parameters, weights)
-        biases = [b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2)]
-        save_bytes = all(map(outlives_forward, parameters))
-        return FFN("GroupedExperts.forward", weights, biases, self.activation, self.recipe, save_bytes, self.recompute)
+        b1, b3, b2 = (b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2))
+        return FFN("GroupedExperts.forward", weights, Biases(b1, b3, b2), self._options(pad=False))
+
+    def _options(self, pad: bool) -> FFNOptions:
+        """pad: groups may end within a block of tokens."""
+        save_bytes = all(outlives_forward(w) for w in (self.w1, self.w3, self.w2))
+        return FFNOptions(self.recipe, self.activation, pad, save_bytes, self.recompute)
 
     def _check_blocks(self, op: str, rows: int, padded_counts: Tensor) -> None:
         """Raise unless every group is whole blocks of 32 tokens, along which the weight gradient quantizes."""
@@ -163,17 +180,18 @@ class GroupedExperts(nn.Module):
         """Quantize the weights once, at the beginning of the block, instead of in every call.
 
         For microbatches of one optimizer step, evaluation and serving. The bytes take 2.06 bytes per weight, 4 for
-        exact products on Hopper. Calls and the end of the block raise RuntimeError if a version counter shows a write
-        to a weight; version counters do not count writes through `.data`, by collectives or by other processes.
+        exact products on Hopper. The block holds for calls of all threads. Several blocks may be open and end in any
+        order. A deep copy and a saved layer are outside of the block.
 
-        The block holds for calls of all threads. Several blocks may be open and end in any order. A deep copy and a
-        saved layer are outside of the block.
+        Raises:
+            ValueError: For weights that FSDP has sharded, which are gathered in every call.
+            RuntimeError: In calls and at the end of the block, if a version counter shows a write to a weight. Version
+                counters do not count writes through `.data`, by collectives or by other processes.
 
-        >>> experts = GroupedExperts(32, 64, num_experts=2)
-        >>> with experts.cached_weights():
-        ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
-
-        Raises ValueError for weights that FSDP has sharded, which are gathered in every call.
+        Example:
+            >>> experts = GroupedExperts(32, 64, num_experts=2)
+            >>> with experts.cached_weights():
+            ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
         """
         held = CachedWeights.of(self)
         with _opening:
@@ -193,15 +211,15 @@ class GroupedExperts(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_blocks")}
 
 
-class SharedExpert(GroupedExperts):
-    """The expert of a layer that takes every token: GroupedExperts of one expert, without biases.
+class SharedFFN(GroupedExperts):
+    """The shared expert of a layer: `GroupedExperts` of one expert, without biases.
 
-    forward(x): x (T, D) bfloat16 -> (T, D) bfloat16. Under MXFP8ExpertParallel every rank has all of its weights, and
-    the backward sums their gradients over the ranks.
+    `shared(x)` takes x (T, D) bfloat16 and returns (T, D) bfloat16. Under `ExpertParallel` every rank has all of its
+    weights, and the backward sums their gradients over the ranks.
     """
 
     all_ranks: Ranks | None = None
-    """The ranks that have this expert, set by MXFP8ExpertParallel; None is this process alone."""
+    """The ranks that have this expert, set by ExpertParallel; None is this process alone."""
 
     def forward(self, x_TD: Tensor) -> Tensor:  # type: ignore[override]
         parameters = self.w1, self.w3, self.w2
@@ -210,9 +228,7 @@ class SharedExpert(GroupedExperts):
             weights = self._held.weights_of(parameters, weights)
         tokens = x_TD.shape[0]
         ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
-        options = self.recipe, tokens % BLOCK != 0, all(map(outlives_forward, parameters))
-        last: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
-        return swiglu_ffn("MoE", x_TD, weights, ends, None, *options, **last)
+        return swiglu_ffn("MoE", x_TD, weights, ends, None, Biases(), self._options(pad=tokens % BLOCK != 0))
 
 
 _opening = Lock()

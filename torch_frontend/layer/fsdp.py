@@ -1,7 +1,7 @@
 """A model with Mixture-of-Experts layers under FSDP2 and expert parallelism, and the norm of its gradients.
 
 mesh (data, experts), e.g. 2 x 4           every rank has tokens of its own
-  experts' weights     Shard(0) over "experts" (MXFP8ExpertParallel), then FSDP2 over "data"
+  experts' weights     Shard(0) over "experts" (ExpertParallel), then FSDP2 over "data"
   all other weights    FSDP2 over all ranks, data and experts flattened
 
                        sum over "experts" / its size     mean over "data"
@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from ...core_kernels.launch import fail
 from ..ops.private import flattened
 from .moe import GroupedExperts, MoE
-from .parallel import MXFP8ExpertParallel
+from .parallel import ExpertParallel
 
 OP = "shard_moe"
 DATA_DIMS = {"dp", "dp_shard", "dp_shard_mod_ep", "fsdp", "efsdp", "edp", "data", "data_parallel"}
@@ -36,7 +36,7 @@ def shard_moe(
     mesh: DeviceMesh,
     units: Iterable[type[nn.Module]] = (),
     *,
-    style: MXFP8ExpertParallel | None = None,
+    style: ExpertParallel | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -51,7 +51,7 @@ def shard_moe(
     units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
         always one. Without units all weights outside of the experts are gathered at once.
     style: how rows are sent to experts. On the GPUs of one host, overlapped with the products:
-        `MXFP8ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `MXFP8ExpertParallel()`. Its
+        `ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `ExpertParallel()`. Its
         gradients are "mean".
     mp_policy, offload_policy, reshard_after_forward: of FSDP2's `fully_shard`. Experts never cast their inputs, which
         are MXFP8 or bf16 rows and fp32 weights.
@@ -74,9 +74,9 @@ def shard_moe(
     if not isinstance(units, Iterable):
         fail(TypeError, OP, "units", repr(units), "allowed: classes of modules, in a list")
     layers, blocks = _check(model, mesh, tuple(units))
-    style = MXFP8ExpertParallel() if style is None else style
-    allowed = "allowed: an MXFP8ExpertParallel with gradients='mean', or None"
-    if not isinstance(style, MXFP8ExpertParallel):
+    style = ExpertParallel() if style is None else style
+    allowed = "allowed: an ExpertParallel with gradients='mean', or None"
+    if not isinstance(style, ExpertParallel):
         fail(TypeError, OP, "style", repr(style), allowed)
     if style.gradients != "mean":
         fail(ValueError, OP, "style", f"gradients={style.gradients!r}", allowed)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from ...core_kernels.formats import BLOCK, E8M0_BIAS
 from ...core_kernels.launch import fail
-from ...core_kernels.policy.metrics import MoEMetrics, describe
-from ...core_kernels.policy.prob_in import ProbIn
+from ...core_kernels.policy.metrics import MoEMetrics
 from ...core_kernels.policy.recipe import Recipe
 from .. import ops
 from .moe import MoE, MoEStats
@@ -23,29 +22,19 @@ SATURATED = 0x7E
 """The E4M3 code of 448, without the sign."""
 
 
-def moe_metrics(
-    stats: MoEStats, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: ProbIn = "swiglu"
-) -> MoEMetrics:
-    """The metrics of one forward of a layer as a dict of Python numbers; the host waits for the device.
-
-    stats: of `MoE`. dim, recipe, prob_in: of the layer. ranks: that share its experts, a divisor of their number.
-    `MoEMetrics` names the entries. Raises TypeError and ValueError for other sizes and names.
-
-    >>> moe = MoE(32, 64, num_experts=4, top_k=2, force_balance=True)
-    >>> _, stats = moe(torch.ones(6, 32))
-    >>> metrics = moe_metrics(stats, 32, ranks=2)
-    >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
-    ([3, 3, 3, 3], 1.0, 2424)
-    """
-    counts = stats.counts.tolist()
-    return describe(counts, int(stats.overflow), dim, Recipe.parse(recipe), ranks, prob_in)
-
-
 def lost_values(x: Tensor, recipe: Recipe) -> Tensor:
-    """(3,) int64: nonzero values of x (..., D), how many of them MXFP8 flushes to zero, how many it saturates.
+    """Count nonzero values of x, how many of them MXFP8 flushes to zero, and how many it saturates.
 
-    >>> lost_values(torch.tensor([[1.0, 2e-3, 1e-6] + [0.0] * 29]), Recipe.parse("mxfp8")).tolist()
-    [3, 1, 0]
+    Args:
+        x: (..., D), D a multiple of 32.
+        recipe: Of MXFP8.
+
+    Returns:
+        (3,) int64.
+
+    Example:
+        >>> lost_values(torch.tensor([[1.0, 2e-3, 1e-6] + [0.0] * 29]), Recipe.parse("mxfp8")).tolist()
+        [3, 1, 0]
     """
     x = x.detach().reshape(-1, x.shape[-1]).to(torch.bfloat16).contiguous()
     q, sf = ops.quantize_row(x, int(recipe.rounding))
@@ -59,21 +48,25 @@ def lost_values(x: Tensor, recipe: Recipe) -> Tensor:
 class MoERecorder:
     """Metrics of every `MoE` of a model, summed over its forwards since the last `reset`, by forward hooks.
 
-    numerics: also count the values that quantization flushes to zero or saturates, of the tokens and of the gradient of
-        each layer's output; that quantizes both once more. FLOOR rounding alone saturates.
-
     Hooks add small tensors on the device and never synchronize. A recomputed forward (activation checkpointing) counts
     twice; a deep copy of the model does not count. `close`, or the end of a `with` block, removes the hooks.
 
-    >>> model = nn.Sequential(nn.Linear(32, 32))
-    >>> model.moe = MoE(32, 64, num_experts=4, top_k=2, force_balance=True)
-    >>> with MoERecorder(model) as recorder:
-    ...     _ = model.moe(torch.ones(6, 32))
-    ...     scalars, layers = recorder.scalars(), recorder.read()
-    >>> scalars["imbalance"], layers["moe"]["tokens_per_expert"]
-    (tensor(1.), [3, 3, 3, 3])
+    Args:
+        model: A module with `MoE` layers.
+        numerics: Also count the values that quantization flushes to zero or saturates, of the tokens and of the
+            gradient of each layer's output. That quantizes both once more. FLOOR rounding alone saturates.
 
-    Raises ValueError for a model without `MoE`, and with numerics for layers whose recipe is not of MXFP8.
+    Raises:
+        ValueError: For a model without `MoE`, and with numerics for layers whose recipe is not of MXFP8.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(32, 32))
+        >>> model.moe = MoE(32, 64, 4, RouterConfig(2, force_balance=True))
+        >>> with MoERecorder(model) as recorder:
+        ...     _ = model.moe(torch.ones(6, 32))
+        ...     scalars, layers = recorder.scalars(), recorder.read()
+        >>> scalars["imbalance"], layers["moe"]["tokens_per_expert"]
+        (tensor(1.), [3, 3, 3, 3])
     """
 
     def __init__(self, model: nn.Module, *, numerics: bool = False) -> None:
@@ -116,11 +109,14 @@ class MoERecorder:
         sums[key] = sums[key] + value if key in sums else value.clone()
 
     def scalars(self) -> dict[str, Tensor]:
-        """Over all layers, as scalars on the device: imbalance, the largest; dead_experts and overflow, the sums. With
-        numerics tokens_flushed, tokens_saturated, gradients_flushed and gradients_saturated: shares of the nonzero
-        values. Empty before a forward.
+        """Compute metrics over all layers, as scalars on the device.
 
         For TensorBoard: `for name, value in recorder.scalars().items(): writer.add_scalar(f"moe/{name}", value, step)`
+
+        Returns:
+            imbalance, the largest of all layers; dead_experts and overflow, the sums. With numerics also
+            tokens_flushed, tokens_saturated, gradients_flushed and gradients_saturated: shares of the nonzero values.
+            It is empty before a forward.
         """
         layers = list(self._sums.values())
         if not layers:
@@ -139,14 +135,20 @@ class MoERecorder:
         return found
 
     def read(self) -> dict[str, MoEMetrics]:
-        """The metrics of each layer by its name in the model, as `moe_metrics`; the host waits for the device."""
+        """Compute the metrics of each layer, as `MoEStats.metrics`; the host waits for the device.
+
+        Returns:
+            The metrics by the layer's name in the model.
+        """
         found = {}
         for name, sums in self._sums.items():
             moe = self._layers[name]
             ranks = moe.experts.expert_parallel
-            counts, overflow = sums["counts"].tolist(), int(sums["overflow"])
-            layer = moe.router.in_features, moe.experts.recipe, ranks.degree if ranks else 1, moe.prob_in
-            found[name] = describe(counts, overflow, *layer)
+            stats = MoEStats(sums["counts"], sums["counts"].new_zeros(()), sums["overflow"])
+            found[name] = stats.metrics(
+                moe.router.in_features, recipe=moe.experts.recipe, ranks=ranks.degree if ranks else 1,
+                prob_in=moe.router_config.prob_in,
+            )  # fmt: skip
         return found
 
     def reset(self) -> None:

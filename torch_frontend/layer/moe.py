@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ...core_kernels.launch import fail
-from ...core_kernels.policy.prob_in import ProbIn, check_prob_in
+from ...core_kernels.policy.metrics import MoEMetrics, describe
+from ...core_kernels.policy.prob_in import ProbIn
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.router.plan import OPTIONS, check_options
+from ...core_kernels.policy.router import RouterConfig, SharedExpert
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
@@ -32,66 +33,99 @@ from ..exchange.exchange import Handle, Layout
 from ..exchange.shards import ALONE, check_group, replicated
 from ..ops import direct as ops
 from ..ops.call import require_tensor
-from ..ops.checks import check_autocast, check_flag, check_plain
+from ..ops.checks import check_autocast, check_plain
 from ..ops.launch import check_devices
 from ..ops.ranges import named
-from ..routing.router import GroupScore, Routing, ScoreFunc, chosen_outside, route_tokens
+from ..routing.router import Routing, chosen_outside, route_tokens
 from ..routing.weighted_combine import sum_of_slots, weigh_slots
-from .experts import GroupedExperts, SharedExpert, check_sizes
+from .experts import GroupedExperts, SharedFFN, check_sizes
 
 
 class MoEStats(NamedTuple):
     """Statistics of one forward.
 
-    counts: (E,) int32, rows of each expert, summed over the ranks that share the experts.
-    aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
-        Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities the tokens of this
-        rank. The mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its
-        gradient. 0 if the caller chose the experts.
-    overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
+    Args:
+        counts: (E,) int32, rows of each expert, summed over the ranks that share the experts.
+        aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
+            Transformer, equation 4). The fractions cover the tokens of all ranks, the probabilities the tokens of this
+            rank. The mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its
+            gradient. 0 if the caller chose the experts.
+        overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
     """
 
     counts: Tensor
     aux_loss: Tensor
     overflow: Tensor
 
+    def metrics(
+        self, dim: int, *, recipe: Recipe | str = "mxfp8", ranks: int = 1, prob_in: ProbIn = "swiglu"
+    ) -> MoEMetrics:
+        """Compute the metrics of this forward as Python numbers; the host waits for the device.
+
+        Args:
+            dim: Of the layer.
+            recipe: Of the layer.
+            ranks: Ranks that share the experts, a divisor of their number.
+            prob_in: Of the layer's `RouterConfig`.
+
+        Returns:
+            A dict, whose entries `MoEMetrics` describes.
+
+        Raises:
+            TypeError: For sizes that are no int.
+            ValueError: For sizes and names that are not allowed.
+
+        Example:
+            >>> moe = MoE(32, 64, 4, RouterConfig(2, force_balance=True))
+            >>> _, stats = moe(torch.ones(6, 32))
+            >>> metrics = stats.metrics(32, ranks=2)
+            >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
+            ([3, 3, 3, 3], 1.0, 2424)
+        """
+        return describe(self.counts.tolist(), int(self.overflow), dim, Recipe.parse(recipe), ranks, prob_in)
+
 
 class MoE(nn.Module):
     """Mixture of SwiGLU experts with top-k routing.
 
-    dim, hidden_dim: multiples of 32.
-    score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance: the choice of experts and
-        their weights, as in `route`. The router computes in fp32.
-    selection_bias: keep a buffer `selection_bias` (E,) float32, zeros at first, that is added to the scores for the
-        choice; `update_selection_bias` balances the load with it.
-    router_bias: add a learned bias to the logits.
-    shared_hidden_dim: the hidden size of a shared expert, which takes every token and is added to y; None is no shared
-        expert.
-    shared_gate: multiply the shared expert's output by the sigmoid of a learned product with x, as Qwen2-MoE does.
-    prob_in: the place where a row is multiplied by its probability. "swiglu": inside the experts, before h is rounded;
-        the combine then saves no rows for its gradient and moves quantized tokens backward. "combine": the fp32 sum of
-        the experts' outputs; faster with b2, which the experts otherwise add in a pass of its own. "input": the
-        experts' input, as Llama 4 does; x then has a row per token and expert.
-    bias, activation, recompute: of the experts, as in `GroupedExperts`. The shared expert has no bias.
-    dtype: of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
+    Args:
+        dim: D, a positive multiple of 32.
+        hidden_dim: F of the experts, a positive multiple of 32.
+        num_experts: E.
+        router: A `RouterConfig`: the experts of a token and their weights. The router computes in fp32.
+        shared: A `SharedExpert`, which takes every token and is added to y; None is no shared expert.
+        recipe: A Recipe or its name, as in `GroupedExperts`.
+        bias: The experts have biases, as in `GroupedExperts`. The shared expert has none.
+        activation: A `SwiGLU`, of the experts and of the shared expert.
+        recompute: Of the experts and the shared expert, as in `GroupedExperts`.
+        dtype: Of the parameters. With bf16 x and parameters the router multiplies bf16 values and keeps fp32 sums.
+        device: Of the parameters.
 
-    forward(x, experts=None, weights=None): x (..., D) bfloat16 or float32 -> (y like x, MoEStats). experts (..., k)
-    int32 or int64 and weights (..., k) float32 replace the router: the caller has chosen k experts for each token; y is
-    differentiable in weights. An expert that a token has twice counts twice, as two experts with the same weights.
-    Expert parallelism is `parallelize_module(moe, mesh, MXFP8ExpertParallel())`; x is then this rank's tokens, and
-    `MXFP8ExpertParallel` documents the loss and the gradients.
+    Raises:
+        ValueError: For sizes and names that are not allowed.
+        TypeError: For values of another type, and under autocast to float16.
+
+    The forward is `moe(x, experts=None, weights=None)`.
+
+    - x: (..., D) bfloat16 or float32.
+    - experts: (..., k) int32 or int64, which replaces the router's choice: the caller has chosen k experts for each
+      token. An expert that a token has twice counts twice, as two experts with the same weights.
+    - weights: (..., k) float32, given with experts. y is differentiable in weights.
+    - It returns y, like x, and `MoEStats`.
+
+    Expert parallelism is `parallelize_module(moe, mesh, ExpertParallel())`; x is then this rank's tokens.
+    `ExpertParallel` documents the loss and the gradients.
 
     `experts` and `shared_expert` are called as modules, with their hooks. The layer reads the weights of `router` and
     of `shared_gate` itself: forward hooks of these two do not run.
 
-    Autocast to bfloat16 changes no output, but through a shared gate in fp32. Autocast to float16 raises TypeError.
+    Autocast to bfloat16 changes no output, but through a shared gate in fp32.
 
-    Raises ValueError and TypeError for sizes, names and dtypes that are not allowed.
-
-    >>> moe = MoE(32, 64, num_experts=4, top_k=2)
-    >>> y, stats = moe(torch.randn(5, 32))
-    >>> y.shape, stats.counts.sum().item()
-    (torch.Size([5, 32]), 10)
+    Example:
+        >>> moe = MoE(32, 64, 4, RouterConfig(2), shared=SharedExpert(64))
+        >>> y, stats = moe(torch.randn(5, 32))
+        >>> y.shape, stats.counts.sum().item()
+        (torch.Size([5, 32]), 10)
     """
 
     selection_bias: Tensor | None
@@ -101,21 +135,10 @@ class MoE(nn.Module):
         dim: int,
         hidden_dim: int,
         num_experts: int,
-        top_k: int,
+        router: RouterConfig,
         *,
-        score_func: ScoreFunc = "softmax",
-        normalize: bool = True,
-        route_scale: float = 1.0,
-        num_groups: int = 1,
-        top_k_groups: int = 1,
-        group_score: GroupScore = "top2",
-        selection_bias: bool = False,
-        force_balance: bool = False,
-        router_bias: bool = False,
-        shared_hidden_dim: int | None = None,
+        shared: SharedExpert | None = None,
         recipe: Recipe | str = "mxfp8",
-        shared_gate: bool = False,
-        prob_in: ProbIn = "swiglu",
         bias: bool = False,
         activation: SwiGLU = PLAIN,
         recompute: bool = False,
@@ -123,29 +146,20 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts, "top_k": top_k})
-        choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
-        self.route_options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
-        check_options("MoE", num_experts, top_k=top_k, **self.route_options)
-        flags = {"selection_bias": selection_bias, "router_bias": router_bias, "shared_gate": shared_gate}
-        for name in flags:
-            check_flag("MoE", name, flags[name])
-        if shared_gate and shared_hidden_dim is None:
-            fail(ValueError, "MoE", "shared_gate", True, "allowed: with shared_hidden_dim")
-        check_prob_in("MoE", prob_in)
-        self.num_experts, self.top_k = num_experts, top_k
-        self.score_func, self.normalize = score_func, normalize
-        self.prob_in: ProbIn = prob_in
-        self.router = nn.Linear(dim, num_experts, bias=router_bias, dtype=dtype, device=device)
-        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if selection_bias else None
+        check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
+        self.router_config = RouterConfig.check("MoE", router, num_experts)
+        shared = SharedExpert.check("MoE", shared)
+        self.num_experts = num_experts
+        self.router = nn.Linear(dim, num_experts, bias=router.bias, dtype=dtype, device=device)
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if router.selection_bias else None
         self.register_buffer("selection_bias", zeros)
         options: dict[str, Any] = {"activation": activation, "recompute": recompute}
         self.experts = GroupedExperts(dim, hidden_dim, num_experts, recipe, dtype, device, bias=bias, **options)
-        self.shared_gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared_gate else None
-        self.shared_expert = None
-        if shared_hidden_dim is not None:
-            check_sizes("MoE", {"shared_hidden_dim": shared_hidden_dim}, {})
-            self.shared_expert = SharedExpert(dim, shared_hidden_dim, 1, recipe, dtype, device, **options)
+        self.shared_gate = self.shared_expert = None
+        if shared is not None:
+            gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared.gate else None
+            self.shared_gate = gate
+            self.shared_expert = SharedFFN(dim, shared.hidden_dim, 1, recipe, dtype, device, **options)
 
     def reset_parameters(self) -> None:
         for part in (self.router, self.experts, self.shared_expert, self.shared_gate):
@@ -178,14 +192,16 @@ class MoE(nn.Module):
         order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1).contiguous(), self.num_experts)
         top_k = experts_TK.shape[1]
         tokens = TokenReplicas(x_TD.to(torch.bfloat16), order, inverse, top_k)
-        of_input = self.prob_in == "input"
+        prob_in = self.router_config.prob_in
+        of_input = prob_in == "input"
         if of_input:  # a row per slot, of a weight each
             tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
         also = self._shared_arguments(outside is not None) if ranks.degree > 1 else {}
-        probs = None if of_input else probs_TK, self.prob_in == "swiglu"
-        y_TD, counts = self._experts(
-            Request("MoE", tokens, counts, self.experts.recipe, ranks, *probs, x_TD.dtype, also)
-        )
+        request = Request(
+            "MoE", tokens, counts, self.experts.recipe, ranks, probs=None if of_input else probs_TK,
+            inside=prob_in == "swiglu", out_dtype=x_TD.dtype, also=also,
+        )  # fmt: skip
+        y_TD, counts = self._experts(request)
         if of_input:
             y_TD = sum_of_slots(y_TD, top_k, x_TD.dtype)
         if self.shared_expert is not None:
@@ -212,7 +228,8 @@ class MoE(nn.Module):
         trained = [name for name, w in self.named_parameters() if w.requires_grad] if torch.is_grad_enabled() else []
         routing = "the caller" if outside else "the router"
         bias = self.router.bias is not None
-        return {"prob_in": self.prob_in, "routing": routing, "router_bias": bias, "parameters": ", ".join(trained)}
+        prob_in = self.router_config.prob_in
+        return {"prob_in": prob_in, "routing": routing, "router.bias": bias, "parameters": ", ".join(trained)}
 
     def _layout(self, handle: Handle) -> Tensor | Layout:
         """What the experts' forward takes for its groups: experts with a forward of their own take padded_counts."""
@@ -239,8 +256,7 @@ class MoE(nn.Module):
         ranks, router = self.experts.expert_parallel, self.router
         bias = router.bias
         bias = None if bias is None else replicated(bias, ranks)
-        options = self.top_k, *self.route_options.values()
-        return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, options)
+        return route_tokens(x_TD, replicated(router.weight, ranks), bias, self.selection_bias, self.router_config)
 
     def _shared(self, x_TD: Tensor) -> Tensor:
         """(T, D): the shared expert, one group of all tokens. Its weights are the same on every rank."""

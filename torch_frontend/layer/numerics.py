@@ -24,30 +24,40 @@ OP = "numerics_report"
 def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> NumericsReport:
     """Report the loss of folding the operands of `moe` on these tokens: whether to use `compute="exact"` instead.
 
-    x: (..., D) bfloat16 or float32, on the layer's device. dout: the gradient of the layer's output, like x; None
-    draws normal values from a fixed seed. The report covers every MXFP8 operand of the recipe, whatever its compute:
-    activations, weights in both orientations, gradients; with recipe "mxfp8" also the operands along the tokens.
+    The report covers every MXFP8 operand of the recipe, whatever its compute: activations, weights in both
+    orientations, gradients. With recipe "mxfp8" it covers the operands along the tokens too.
 
-    Runs forward and backward once without autograd; the layer does not change. The host reads two bytes per value of
-    each operand and computes the report: some thousand tokens are enough.
+    It runs forward and backward once without autograd; the layer does not change. The host reads two bytes per value
+    of each operand and computes the report: some thousand tokens are enough.
 
-    >>> layer = MoE(64, 128, num_experts=2, top_k=1, recipe="mxfp8")
-    >>> tokens = torch.randn(512, 64)
-    >>> numerics_report(layer, tokens).lossy()
-    ()
-    >>> with torch.no_grad():  # 32 channels 2^16 larger, their weights 2^16 smaller
-    ...     layer.router.weight[:, :32] *= 2**-16
-    ...     layer.experts.w1[..., :32] *= 2**-16
-    ...     layer.experts.w3[..., :32] *= 2**-16
-    >>> tokens[:, :32] *= 2**16
-    >>> numerics_report(layer, tokens).lossy()
-    ('x', 'w1', 'w3')
+    Args:
+        moe: A layer that is whole on this device.
+        x: (..., D) bfloat16 or float32, on the layer's device.
+        dout: The gradient of the layer's output, like x; None draws normal values from a fixed seed.
 
-    Raises ValueError (shapes, devices, NaN, a recipe that folds nothing), TypeError (dtypes), NotImplementedError where
-    the experts are sharded.
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: For shapes, devices, NaN, and a recipe that folds nothing.
+        TypeError: For other dtypes.
+        NotImplementedError: Where the experts are sharded.
+
+    Example:
+        >>> layer = MoE(64, 128, 2, RouterConfig(top_k=1), recipe="mxfp8")
+        >>> tokens = torch.randn(512, 64)
+        >>> numerics_report(layer, tokens).lossy()
+        ()
+        >>> with torch.no_grad():  # 32 channels 2^16 larger, their weights 2^16 smaller
+        ...     layer.router.weight[:, :32] *= 2**-16
+        ...     layer.experts.w1[..., :32] *= 2**-16
+        ...     layer.experts.w3[..., :32] *= 2**-16
+        >>> tokens[:, :32] *= 2**16
+        >>> numerics_report(layer, tokens).lossy()
+        ('x', 'w1', 'w3')
     """
     _check(moe, x, dout)
-    experts, recipe = moe.experts, moe.experts.recipe
+    experts, recipe, router = moe.experts, moe.experts.recipe, moe.router_config
     x_TD = x.reshape(-1, x.shape[-1])
     if dout is None:
         dout = torch.randn(x.shape, generator=torch.Generator(x.device).manual_seed(0), dtype=x.dtype, device=x.device)
@@ -57,24 +67,24 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
     order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), moe.num_experts)
     row_map, _, _, ends = ops.row_map(counts, order.shape[0], moe.num_experts, recipe.alignment)
     slot_P = torch.cat([order, order.new_full((1,), -1)])[row_map]
-    token_P = slot_P // moe.top_k  # -1 stays -1
+    token_P = slot_P // router.top_k  # -1 stays -1
     prob_P = torch.cat([probs_TK.reshape(-1), probs_TK.new_zeros(1)])[slot_P]
 
-    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if moe.prob_in == "input" else (x_TD, token_P)
+    sent, from_P = (weigh_slots(x_TD, probs_TK), slot_P) if router.prob_in == "input" else (x_TD, token_P)
     packed = ops.quantize_row_packed(sent.to(torch.bfloat16).contiguous(), int(recipe.rounding))
     dout_P = ops.permute_rows(dout_TD, token_P).float()
-    dout_P = dout_P * prob_P[:, None] if moe.prob_in == "combine" else dout_P
+    dout_P = dout_P * prob_P[:, None] if router.prob_in == "combine" else dout_P
 
     form = MXForm("mx", int(recipe.rounding), recipe.wgrad_mx, upcasts=False)
 
     def product(x: Any, w: Any, bias: Tensor | None) -> Tensor:
         added = None if bias is None else AddedBias(bias.float())
-        return form.mm(MX(*x), MX(*w), ends, torch.bfloat16, added)
+        return form.mm(MX._make(x), MX._make(w), ends, torch.bfloat16, added)
 
     return report(
         ops, lambda t: t.cpu().numpy(), product, recipe, experts.activation.attributes,
         x=ops.permute_mx(packed, from_P), dout=dout_P.to(torch.bfloat16),
-        prob=prob_P if moe.prob_in == "swiglu" else prob_P[:0], ends=ends,
+        prob=prob_P if router.prob_in == "swiglu" else prob_P[:0], ends=ends,
         weights=(experts.w1, experts.w3, experts.w2), biases=(experts.b1, experts.b3),
     )  # fmt: skip
 

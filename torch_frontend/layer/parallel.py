@@ -1,8 +1,8 @@
 """Expert parallelism as a ParallelStyle: experts sharded over a mesh, tokens dispatched to them and combined.
 
-    parallelize_module(moe, mesh, MXFP8ExpertParallel())             the layer: experts sharded, router replicated
-    parallelize_module(moe.experts, mesh, MXFP8ExpertParallel())     its experts alone; the router stays the caller's
-    parallelize_module(experts, mesh, MXFP8ExpertParallel(...))      another module of experts, by two forward hooks:
+    parallelize_module(moe, mesh, ExpertParallel())             the layer: experts sharded, router replicated
+    parallelize_module(moe.experts, mesh, ExpertParallel())     its experts alone; the router stays the caller's
+    parallelize_module(experts, mesh, ExpertParallel(...))      another module of experts, by two forward hooks:
 
         (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
                                  before         weights: DTensor, Shard(0)                    after
@@ -36,46 +36,53 @@ from .moe import GroupedExperts, MoE
 Gradients = Literal["mean", "sum"]
 
 
-class MXFP8ExpertParallel(ParallelStyle):
+class ExpertParallel(ParallelStyle):
     """Shard experts over a one-dimensional mesh; every rank has tokens of its own.
 
-    A MoE: its experts become DTensors with `Shard(0)`, its router, shared expert and shared gate DTensors with
-        `Replicate()`, all with the values of the mesh's first rank, so that all ranks start alike.
-    GroupedExperts: the same without a router.
-    Another module whose own parameters have experts as dim 0: the caller passes `module(rows, counts)`, with rows (M,
-    K)
-        sorted by expert, or TokenReplicas, and counts (E,) of any integer dtype. Hooks dispatch them, and the module's
-        forward receives (groups, padded_counts): groups (P, K), an MXTensor if the recipe quantizes, padded_counts
-        (E / ranks,) int32. A third argument, probabilities as in `dispatch_probs`, arrives as (P,). The call returns
-        what `combine` returns: (M, N) for rows, the sum over each token's replicas (T, N) for TokenReplicas.
+    `parallelize_module(module, mesh, style)` takes one of these modules:
 
-    recipe: a Recipe or its name; None is the module's own `recipe`, or "mxfp8".
-    gradients: the meaning of a sharded or replicated weight's gradient. "mean": the gradient of the mean of the ranks'
-        losses, as DistributedDataParallel and FSDP compute it for dense weights; a rank's loss is the mean over its
-        tokens, and the caller averages the gradients of all other weights. "sum": the gradient of the sum of the ranks'
-        losses; a rank's loss is a sum over its tokens divided by the number of tokens of all ranks, and the caller sums
-        the other gradients. Another module of experts takes "sum" alone: this style does not see how it reads its
-        weights.
-    transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole graph.
-        `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts are sent during the products
-        of the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no size. The bytes
-        are the same. A MoE and its experts take a transport.
-    deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
-        `dispatch`. With a transport, and where a row is one replica (prob_in="input"), None alone.
+    - A `MoE`. Its experts become DTensors with `Shard(0)`. Its router, shared expert and shared gate become DTensors
+      with `Replicate()`. All have the values of the mesh's first rank, so that all ranks start alike.
+    - `GroupedExperts`: the same without a router.
+    - Another module whose own parameters have experts as dim 0. The caller passes `module(rows, counts)`, with rows
+      (M, K) sorted by expert, or TokenReplicas, and counts (E,) of any integer dtype. Hooks dispatch them, and the
+      module's forward receives (groups, padded_counts): groups (P, K), an MXTensor if the recipe quantizes,
+      padded_counts (E / ranks,) int32. A third argument, probabilities as in `dispatch_probs`, is passed on as (P,).
+      The call returns the result of `combine`: (M, N) for rows, the sum over each token's replicas (T, N) for
+      TokenReplicas.
 
     The backward reduces the gradients of the router and of the shared expert over the mesh. All weights of a layer are
-    DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together; plain tensors outside
-    of the layer need another group of parameters and another call. With FSDP2 shard the experts over the other dim of
-    the mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this style to `moe.experts`, and leave the router to
-    the caller. DistributedDataParallel takes no DTensors and raises errors of torch: "Operator c10d.broadcast_.default
-    does not have a sharding strategy registered" or "aten.cat.default got mixed torch.Tensor and DTensor". `shard_moe`
-    takes its place.
+    DTensors of one mesh, so `clip_grad_norm_` and foreach or fused optimizers take them together. Plain tensors outside
+    of the layer need another group of parameters and another call.
 
-    >>> style = MXFP8ExpertParallel(gradients="mean")  # parallelize_module(moe, mesh, style)
+    With FSDP2 shard the experts over the other dim of the mesh, `fully_shard(moe.experts, mesh=mesh["dp"])`, apply this
+    style to `moe.experts`, and leave the router to the caller. DistributedDataParallel takes no DTensors and raises
+    errors of torch: "Operator c10d.broadcast_.default does not have a sharding strategy registered" or
+    "aten.cat.default got mixed torch.Tensor and DTensor". `shard_moe` takes its place.
 
-    Raises ValueError when the mesh does not divide the experts, when the mesh has more than one dim, when `recipe`
-    contradicts the module's own, for modules without experts, and when these differ between ranks. An error on one rank
-    raises on all.
+    Args:
+        recipe: A Recipe or its name; None is the module's own `recipe`, or "mxfp8".
+        gradients: The meaning of a sharded or replicated weight's gradient. "mean": the gradient of the mean of the
+            ranks' losses, as DistributedDataParallel and FSDP compute it for dense weights. A rank's loss is the mean
+            over its tokens, and the caller averages the gradients of all other weights. "sum": the gradient of the sum
+            of the ranks' losses. A rank's loss is a sum over its tokens divided by the number of tokens of all ranks,
+            and the caller sums the other gradients. Another module of experts takes "sum" alone: this style does not
+            see how it reads its weights.
+        transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole
+            graph. `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts are sent during
+            the products of the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no
+            size. The bytes are the same. A MoE and its experts take a transport.
+        deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
+            `dispatch`. With a transport, and where a row is one replica (prob_in="input"), None alone.
+
+    Raises:
+        ValueError: For names that are not allowed. `parallelize_module` raises it on all ranks: when the mesh does not
+            divide the experts, when the mesh has more than one dim, when `recipe` contradicts the module's own, for
+            modules without experts, and when these differ between ranks.
+        TypeError: For values of another type.
+
+    Example:
+        >>> style = ExpertParallel(gradients="mean")  # parallelize_module(moe, mesh, style)
     """
 
     def __init__(
@@ -86,13 +93,13 @@ class MXFP8ExpertParallel(ParallelStyle):
         deduplicate: Deduplicate = None,
     ) -> None:
         super().__init__()
-        check_deduplicate("MXFP8ExpertParallel", deduplicate)
+        check_deduplicate("ExpertParallel", deduplicate)
         self.transport = transport
         self.deduplicate: Deduplicate = deduplicate
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         if gradients not in get_args(Gradients):
             allowed = "allowed: 'mean' or 'sum'"
-            fail(ValueError, "MXFP8ExpertParallel", "gradients", repr(gradients), allowed)
+            fail(ValueError, "ExpertParallel", "gradients", repr(gradients), allowed)
         self.gradients = gradients
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -142,13 +149,13 @@ class MXFP8ExpertParallel(ParallelStyle):
         arguments["deduplicate"] = self.deduplicate
         if isinstance(module, MoE):
             others = [(n, p) for n, p in module.named_parameters() if not n.startswith("experts.")]
-            arguments |= {"prob_in": module.prob_in, "other parameters": _described(others)}
+            arguments |= {"prob_in": module.router_config.prob_in, "other parameters": _described(others)}
         if isinstance(experts, GroupedExperts):
             arguments["activation"] = experts.activation
-        agree("MXFP8ExpertParallel", name_of_group(mesh.get_group()), arguments, error, "module")
+        agree("ExpertParallel", name_of_group(mesh.get_group()), arguments, error, "module")
 
     def _check(self, module: nn.Module, experts: nn.Module, own: Any, recipe: Recipe, mesh: DeviceMesh) -> None:
-        op, ours = "MXFP8ExpertParallel", isinstance(experts, GroupedExperts)
+        op, ours = "ExpertParallel", isinstance(experts, GroupedExperts)
         if own is not None and Recipe.parse(own) != recipe:
             fail(ValueError, op, "recipe", recipe, f"allowed: the module's own, {own}, or None")
         if getattr(experts, "expert_parallel", None) is not None:
@@ -173,11 +180,11 @@ class MXFP8ExpertParallel(ParallelStyle):
             allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
             fail(ValueError, op, "transport", repr(self.transport), allowed)
         if self.transport is not None and isinstance(module, MoE):
-            check_prob_in(op, "module", module.prob_in, self.transport)
+            check_prob_in(op, "module", module.router_config.prob_in, self.transport)
         if self.deduplicate is not None and self.transport is not None:
             allowed = "allowed: None with a transport, which sends a row per replica to its final place"
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
-        if self.deduplicate is not None and isinstance(module, MoE) and module.prob_in == "input":
+        if self.deduplicate is not None and isinstance(module, MoE) and module.router_config.prob_in == "input":
             allowed = "allowed: None with prob_in='input', whose replicas have a row each"
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
         if mesh.ndim != 1:
@@ -205,9 +212,9 @@ class _Hooks:
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if len(args) not in (2, 3):
             allowed = "allowed: (rows, counts), or (rows, counts, probs)"
-            fail(TypeError, "MXFP8ExpertParallel", "module", f"called with {len(args)} arguments", allowed)
-        rows, counts, *probs = args
-        request = Request("MXFP8ExpertParallel", rows, counts, self.recipe, self.ranks, *probs)
+            fail(TypeError, "ExpertParallel", "module", f"called with {len(args)} arguments", allowed)
+        rows, counts, probs = args if len(args) == 3 else (*args, None)
+        request = Request("ExpertParallel", rows, counts, self.recipe, self.ranks, probs)
         groups, prob, route = self.exchange.dispatch(request)
         self.routes.append(route)
         return (groups, route.row_map.padded_counts) if prob is None else (groups, route.row_map.padded_counts, prob)

@@ -24,6 +24,7 @@ from ..exchange.counts import Request
 from ..exchange.exchange import AllToAll, Exchange
 from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
+from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
 from .local_experts import FFN, MM
 from .schedule import Overlap, Way, overlapped
@@ -140,19 +141,31 @@ def expert_parallel_mm(
 ) -> Tensor:
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
-    rows, counts, recipe, group: as in `dispatch`. w (G, N, K), bias: of this rank's experts, as in `grouped_mm`.
-    transport: sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group; None is one
-        exchange after the other, by all-to-alls.
+    The result and all gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for
+    the counts alone, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
 
-    Returns (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas. The result and all
-    gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for the counts alone,
-    over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    Args:
+        rows: As in `dispatch`.
+        w: (G, N, K), of this rank's experts, as in `grouped_mm`.
+        counts: As in `dispatch`.
+        recipe: As in `dispatch`.
+        bias: Of this rank's experts, as in `grouped_mm`.
+        group: As in `dispatch`.
+        transport: Sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group. None is
+            one exchange after the other, by all-to-alls.
 
-    >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
-    >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
-    [1.0, 2.0, 2.0]
+    Returns:
+        (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas.
 
-    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    Raises:
+        ValueError: For shapes and values that are not allowed. An error on one rank raises on all ranks, and no row is
+            sent.
+        TypeError: For other dtypes and types, in the same way.
+
+    Example:
+        >>> w = torch.stack([torch.eye(32), 2 * torch.eye(32)])
+        >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
+        [1.0, 2.0, 2.0]
     """
     recipe = Recipe.parse(recipe)
     request = Request("expert_parallel_mm", rows, counts, recipe, out_dtype=torch.bfloat16)
@@ -168,38 +181,53 @@ def expert_parallel_ffn(
     probs: Tensor | None = None,
     *,
     prob_in: Literal["combine", "swiglu"] = "swiglu",
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    b2: Tensor | None = None,
+    biases: tuple[Bias, Bias, Bias] | None = None,
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
     transport: Transport | None = None,
 ) -> Tensor:
-    """The SwiGLU feed-forward of experts on the ranks of a group; differentiable in rows, weights, biases and probs.
+    """Compute the SwiGLU feed-forward of experts on the ranks of a group.
 
-    rows, counts, recipe, group: as in `dispatch`.
-    w1, w3 (G, F, D), w2 (G, D, F), b1, b3, b2, activation: of this rank's experts, as in `grouped_swiglu_ffn`.
-    probs: of TokenReplicas, (T, top_k) float32. prob_in: the place where it weights a row: "combine" or "swiglu", as
-        in `MoE`.
-    transport: as in `expert_parallel_mm`.
-
-    Returns (M, D) rows, or of TokenReplicas (T, D), bfloat16. The result and all gradients have the same bytes as from
+    The result is differentiable in rows, weights, biases and probs. It and all gradients have the same bytes as from
     `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for nothing.
-    `PeerMemory` takes no prob_in="combine". All ranks need a gradient of the rows, or none does.
+    All ranks need a gradient of the rows, or none does.
 
-    >>> w = torch.full((1, 32, 32), 1 / 32)
-    >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn's
-    0.75
+    Args:
+        rows: As in `dispatch`.
+        counts: As in `dispatch`.
+        w1: (G, F, D), of this rank's experts, as in `grouped_swiglu_ffn`.
+        w3: (G, F, D), of this rank's experts.
+        w2: (G, D, F), of this rank's experts.
+        probs: (T, top_k) float32, weights of the replicas of TokenReplicas; or None.
+        prob_in: The place where probs weights a row: "combine" or "swiglu", as in `RouterConfig`. `PeerMemory` takes
+            no "combine".
+        biases: (b1, b3, b2) of this rank's experts, as in `grouped_swiglu_ffn`; or None.
+        activation: A `SwiGLU`.
+        recipe: As in `dispatch`.
+        group: As in `dispatch`.
+        transport: As in `expert_parallel_mm`.
 
-    Raises TypeError and ValueError. An error on one rank raises on all ranks, and no row is sent.
+    Returns:
+        (M, D) rows, or of TokenReplicas (T, D), bfloat16.
+
+    Raises:
+        ValueError: For shapes and values that are not allowed. An error on one rank raises on all ranks, and no row is
+            sent.
+        TypeError: For other dtypes and types, in the same way.
+
+    Example:
+        >>> w = torch.full((1, 32, 32), 1 / 32)
+        >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn
+        0.75
     """
     op, recipe = "expert_parallel_ffn", Recipe.parse(recipe)
     if prob_in not in ("combine", "swiglu"):
         fail(ValueError, op, "prob_in", repr(prob_in), "allowed: 'combine' or 'swiglu'")
     weights = w1, w3, w2
     save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
-    experts = FFN("grouped_swiglu_ffn", weights, (b1, b3, b2), activation, recipe, save_bytes)
+    options = FFNOptions(recipe, activation, save_bytes=save_bytes)
+    experts = FFN("grouped_swiglu_ffn", weights, Biases.check(op, biases), options)
     request = Request(op, rows, counts, recipe, probs=probs, inside=prob_in == "swiglu", out_dtype=torch.bfloat16)
     return _over(transport, group, request, experts)
 

@@ -14,7 +14,6 @@ from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.exchange import Chunk
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.swiglu.activation import SwiGLU
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
 from ..exchange.process_groups import check_rows_to_send
@@ -22,9 +21,11 @@ from ..ops.checks import check_bias, check_probs
 from ..ops.launch import at_address, check_devices
 from ..products.ffn import (
     Bias,
+    Biases,
     FFNBackward,
     FFNCall,
     FFNNeeds,
+    FFNOptions,
     check_ffn_weights,
     ffn_call,
     ffn_forward,
@@ -58,7 +59,7 @@ class FFNExperts(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         weights: Any = parameters[:3]
         held = [_of_chunk(h, chunk) for h in self.held]
-        return ffn_forward(self._call(needs), x, weights, prob, parameters[3:], held, group_ends, out)
+        return ffn_forward(self._call(needs), x, weights, prob, Biases._make(parameters[3:]), held, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -120,33 +121,26 @@ class InChunks(NamedTuple):
 class FFN(NamedTuple):
     """The feed-forward of this rank's experts.
 
-    op: of errors. weights: w1, w3, w2. biases: b1, b3, b2. save_bytes: quantized weights may live until the backward.
-    recompute: it multiplies gate and up again.
+    op: of errors. weights: w1, w3, w2.
     """
 
     op: str
     weights: Sequence[Weights]
-    biases: Sequence[Bias]
-    activation: SwiGLU
-    recipe: Recipe
-    save_bytes: bool
-    recompute: bool = False
+    biases: Biases
+    options: FFNOptions
 
     def multiply(self, groups: Tensor, group_ends: GroupEnds, prob: Tensor | None) -> Tensor:
         """All groups at once, whole blocks of 32 rows."""
-        op, weights, biases, activation, recipe, *_ = self
-        ends = ends_of(op, group_ends, groups)
-        options = recipe, False, self.save_bytes, biases, activation, self.recompute
-        return swiglu_ffn(op, groups, weights, ends, prob, *options)
+        ends = ends_of(self.op, group_ends, groups)
+        return swiglu_ffn(self.op, groups, self.weights, ends, prob, self.biases, self.options)
 
     def in_chunks(self, request: Request) -> InChunks:
         """Raises unless the experts fit the request."""
         op, x = request.op, _checked(request)
-        values, held, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.recipe)
+        values, held, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.options.recipe)
         _check_experts(request, values[0].shape[0])
         inside = request.inside and request.probs is not None
-        options = self.activation, False, inside, self.save_bytes, self.recompute
-        call = ffn_call(op, values, self.recipe, x.device, *options)
+        call = ffn_call(op, values, x.device, inside, self.options)
         return InChunks(FFNExperts(call, held), (*values, *biases), values[2].shape[1])
 
 

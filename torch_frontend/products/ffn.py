@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...core_kernels.launch import fail
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.swiglu_gradient import Needs
 from ...core_kernels.swiglu.activation import PLAIN, Numbers, SwiGLU
@@ -45,6 +46,41 @@ from .weights import Cached, Weights, along_n, check_ffn_weights, for_call, outl
 
 BF16 = torch.bfloat16
 Bias = Tensor | None
+
+
+class Biases(NamedTuple):
+    """The biases of the three products, in the order of their weights."""
+
+    b1: Bias = None
+    b3: Bias = None
+    b2: Bias = None
+
+    @classmethod
+    def check(cls, op: str, biases: object) -> "Biases":
+        """Return the three biases, all None for None; raise TypeError unless it is a tuple of three."""
+        if biases is None:
+            return cls()
+        if not isinstance(biases, tuple):
+            got = type(biases).__name__
+        elif len(biases) != 3:
+            got = f"{len(biases)} items"
+        else:
+            return cls._make(biases)
+        fail(TypeError, op, "biases", got, "allowed: None, or a tuple (b1, b3, b2) of tensors or None")
+
+
+class FFNOptions(NamedTuple):
+    """What a feed-forward has in common for all calls of a layer.
+
+    pad: groups may end within a block of tokens. save_bytes: quantized weights may live until the backward. recompute:
+    the backward multiplies gate and up again.
+    """
+
+    recipe: Recipe
+    activation: SwiGLU = PLAIN
+    pad: bool = False
+    save_bytes: bool = True
+    recompute: bool = False
 
 
 class FFNNeeds(NamedTuple):
@@ -71,8 +107,7 @@ class FFNNeeds(NamedTuple):
 class FFNCall(NamedTuple):
     """The arguments of one call of the feed-forward other than tensors.
 
-    numbers: of the activation. weighted: `prob` weights b2 too. save_bytes: the quantized weights may live until the
-    backward. recompute: it multiplies gate and up again.
+    numbers: of the activation. weighted: `prob` weights b2 too. save_bytes, recompute: as in `FFNOptions`.
     """
 
     options: ProductOptions
@@ -118,11 +153,11 @@ def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Cac
 
 
 def ffn_forward(
-    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Sequence[Bias], held: Sequence[Cached],
+    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Biases, held: Sequence[Cached],
     group_ends: Tensor, out: Tensor | None = None,
 ) -> tuple[Tensor, FFNSaved]:  # fmt: skip
-    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights, biases and held are of
-    w1, w3, w2."""
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights and held are of w1, w3,
+    w2."""
     needs, again, form = call.needs, call.recompute, call.options.form
     prob, (b1, b3, b2) = prob.contiguous(), biases
     rows, tokens = call.activation(x, None if again else group_ends)
@@ -144,9 +179,9 @@ def ffn_forward(
     return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
 
 
-def _again(weights: Sequence[Tensor], biases: Sequence[Bias], held: Sequence[Cached]) -> Again:
+def _again(weights: Sequence[Tensor], biases: Biases, held: Sequence[Cached]) -> Again:
     bytes1, bytes3 = (h if h and h.along_n else None for h in held[:2])
-    return Again((weights[0], weights[1]), (biases[0], biases[1]), (bytes1, bytes3))
+    return Again((weights[0], weights[1]), (biases.b1, biases.b3), (bytes1, bytes3))
 
 
 class FFNBackward:
@@ -238,7 +273,7 @@ class _SwiGLUFFN(torch.autograd.Function):
         b1: Bias, b3: Bias, b2: Bias, held: tuple[Cached, Cached, Cached], group_ends: Tensor, call: FFNCall,
     ) -> Tensor:  # fmt: skip
         call = call._replace(needs=FFNNeeds._make(ctx.needs_input_grad[:8]))
-        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, (b1, b3, b2), held, group_ends)
+        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, Biases(b1, b3, b2), held, group_ends)
         save(ctx, saved)
         ctx.dtypes, ctx.call = (x.dtype, w1.dtype, w3.dtype, w2.dtype), call
         return out
@@ -262,49 +297,60 @@ def grouped_swiglu_ffn(
     group_ends: GroupEnds | None = None,
     prob: Tensor | None = None,
     *,
-    b1: Tensor | None = None,
-    b3: Tensor | None = None,
-    b2: Tensor | None = None,
+    biases: tuple[Bias, Bias, Bias] | None = None,
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     pad_token_groups: bool = True,
     group_sizes: Tensor | None = None,
 ) -> Tensor:
-    """prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows; differentiable in x, the weights,
-    the biases and prob.
+    """Compute prob * ((silu(x w1^T + b1) * (x w3^T + b3)) w2^T + b2) for each group of rows.
 
-    x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
-        "fp8_..." dequantize an MXTensor.
-    w1, w3: (G, F, D), w2: (G, D, F), contiguous, bfloat16 or float32; D and F are multiples of 32. Or their
-        QuantizedWeights, whose `values` get the gradients.
-    group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out, which
-        has them. Rows past the last end give zeros.
-    prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2; None is a weight of 1.
-    b1, b3: (F,) for all groups or (G, F), b2: (D,) or (G, D), bfloat16 or float32; or None. They are added to fp32
-        sums. With b1 or b3 the backward stores the gradients of gate and up in bf16 before it quantizes them; with b2
-        and prob the sums of the last product are stored in fp32.
-    activation: a `SwiGLU`, for models that clamp or scale gate and up.
-    recipe, pad_token_groups, group_sizes: as in `grouped_mm`.
+    The result is differentiable in x, the weights, the biases and prob. A gradient has the dtype of its argument. The
+    gradient of the result may be an MXTensor.
 
-    Returns (P, D) bfloat16. The gradients have their argument's dtype. The gradient of the result may be an MXTensor.
-    Raises ValueError (shapes, layout, values of group_ends) and TypeError (dtypes), as `grouped_mm` does.
+    Args:
+        x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
+            "fp8_..." dequantize an MXTensor.
+        w1: (G, F, D), contiguous, bfloat16 or float32; D and F are multiples of 32. Or its QuantizedWeights, whose
+            `values` get the gradient.
+        w3: Like w1.
+        w2: (G, D, F), like w1.
+        group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out,
+            which has them. Rows past the last end give zeros.
+        prob: (P,) float32, a weight for each row, which multiplies h before it is rounded, and b2. None is 1.
+        biases: None, or (b1, b3, b2), each bfloat16, float32 or None. b1 and b3 are (G, F), or (F,) for all groups; b2
+            is (G, D) or (D,). They are added to fp32 sums. With b1 or b3 the backward stores the gradients of gate and
+            up in bf16 before it quantizes them. With b2 and prob the sums of the last product are stored in fp32.
+        activation: A `SwiGLU`, for models that clamp or scale gate and up.
+        recipe: As in `grouped_mm`.
+        pad_token_groups: As in `grouped_mm`.
+        group_sizes: As in `grouped_mm`.
 
-    >>> x, w = torch.ones(1, 32), torch.full((1, 32, 32), 1 / 32)
-    >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
-    0.75
-    >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
-    >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]), b2=torch.ones(32), activation=gpt_oss)[0, 0].item()
-    2.75
+    Returns:
+        (P, D) bfloat16.
+
+    Raises:
+        ValueError: For shapes, layouts and values of group_ends that are not allowed.
+        TypeError: For other dtypes and types.
+
+    Example:
+        >>> x, w = torch.ones(1, 32), torch.full((1, 32, 32), 1 / 32)
+        >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]))[0, 0].item()  # sigmoid(1) = 0.731, in E4M3 0.75
+        0.75
+        >>> gpt_oss = SwiGLU(alpha=1.702, limit=7.0, offset=1.0)
+        >>> biases = (None, None, torch.ones(32))
+        >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]), biases=biases, activation=gpt_oss)[0, 0].item()
+        2.75
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op = "grouped_swiglu_ffn"
     check_flag(op, "pad_token_groups", pad_token_groups)
-    save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in (w1, w3, w2))
-    weights, biases, recipe = (w1, w3, w2), (b1, b3, b2), Recipe.parse(recipe)
+    weights, of_products = (w1, w3, w2), Biases.check(op, biases)
+    save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
     ends, known = ends_by_hand(op, group_ends, group_sizes, x, w1)
-    pad = pad_token_groups
-    return swiglu_ffn(op, x, weights, ends, prob, recipe, pad, save_bytes, biases, activation, known=known)
+    options = FFNOptions(Recipe.parse(recipe), activation, pad_token_groups, save_bytes)
+    return swiglu_ffn(op, x, weights, ends, prob, of_products, options, known)
 
 
 @named("mxep.experts")
@@ -314,31 +360,25 @@ def swiglu_ffn(
     weights: Sequence[Weights],
     group_ends: Tensor,
     prob: Tensor | None,
-    recipe: Recipe,
-    pad: bool,
-    save_bytes: bool,
-    biases: Sequence[Bias] = (None, None, None),
-    activation: SwiGLU = PLAIN,
-    recompute: bool = False,
+    biases: Biases,
+    options: FFNOptions,
     known: list[int] | None = None,
 ) -> Tensor:
-    """`grouped_swiglu_ffn` in the name of `op`. save_bytes: quantized weights may live until the backward. known: of
-    `check_group_ends`."""
+    """`grouped_swiglu_ffn` in the name of `op`. known: of `check_group_ends`."""
     check_floats(op, "x", x)
-    values, held, (b1, b3, b2) = check_ffn_weights(op, "x", x, weights, biases, recipe)
+    values, held, (b1, b3, b2) = check_ffn_weights(op, "x", x, weights, biases, options.recipe)
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
-    call = ffn_call(op, values, recipe, x.device, activation, pad, weighted, save_bytes, recompute)
+    call = ffn_call(op, values, x.device, weighted, options)
     remedy = "pass pad_token_groups=True" if call.options.whole_blocks else None
     group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1", remedy, known)
     w1, w3, w2 = values
     return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, held, group_ends, call)
 
 
-def ffn_call(
-    op: str, weights: Sequence[Tensor], recipe: Recipe, device: torch.device, activation: SwiGLU, pad: bool,
-    weighted: bool, save_bytes: bool, recompute: bool,
-) -> FFNCall:  # fmt: skip
+def ffn_call(op: str, weights: Sequence[Tensor], device: torch.device, weighted: bool, options: FFNOptions) -> FFNCall:
+    """The call of the feed-forward. weighted: `prob` weights b2 too."""
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
-    numbers = SwiGLU.check(op, activation).attributes
-    return FFNCall(ProductOptions.of(recipe, device, pad, need_wgrad), numbers, weighted, save_bytes, recompute)
+    numbers = SwiGLU.check(op, options.activation).attributes
+    of_products = ProductOptions.of(options.recipe, device, options.pad, need_wgrad)
+    return FFNCall(of_products, numbers, weighted, options.save_bytes, options.recompute)

@@ -12,27 +12,29 @@ tokens on to the experts, so that their gradient meets the router's in fp32: `lo
 """
 
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...core_kernels.launch import fail
-from ...core_kernels.router.plan import OPTIONS, check_options
+from ...core_kernels.policy.router import RouterConfig
 from ..ops import direct as ops
 from ..ops.call import FLOATS, require_tensor
 from ..ops.checks import check_counts, check_plain, check_shape, reads_values
 from ..ops.differentiable import differentiable
 from ..ops.launch import at_address, check_devices
 
-ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
-GroupScore = Literal["top2", "max"]
-
 
 class Routing(NamedTuple):
-    """experts (T, k) int32: the chosen experts of each token, best first. weights (T, k) fp32: their weights.
-    shares (E,) fp32: the sum over the tokens of each expert's share of the scores, which the auxiliary loss needs."""
+    """The choice of `route`.
+
+    Args:
+        experts: (T, k) int32, the chosen experts of each token, best first.
+        weights: (T, k) float32, their weights.
+        shares: (E,) float32, the sum over the tokens of each expert's share of the scores. The auxiliary loss needs it.
+    """
 
     experts: Tensor
     weights: Tensor
@@ -88,7 +90,8 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        return _logits_bwd(ctx, _terms(grads[0]), *ctx.saved_tensors)
+        x, weight = ctx.saved_tensors
+        return _logits_bwd(ctx, _terms(grads[0]), x, weight)
 
 
 _logits = differentiable("router_logits", _Logits)
@@ -115,9 +118,9 @@ def _autocast(x: Tensor) -> bool:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, bias: Tensor, router: RouterConfig) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits.contiguous()
-        routing = _chosen(ctx, logits, bias, options)
+        routing = _chosen(ctx, logits, bias, router)
         ctx.save_for_backward(logits, routing[0])
         return routing
 
@@ -133,13 +136,13 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, logit_bias: Tensor | None, bias: Tensor, options: tuple[Any, ...]
+        ctx: Any, x: Tensor, weight: Tensor, logit_bias: Tensor | None, bias: Tensor, router: RouterConfig
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, of_experts = _product(x, weight.t()), x.view_as(x)
         if logit_bias is not None:
             logits += logit_bias
             ctx.bias_dtype = logit_bias.dtype
-        routing = _chosen(ctx, logits, bias, options, () if ctx.needs_input_grad[0] else (of_experts,))
+        routing = _chosen(ctx, logits, bias, router, () if ctx.needs_input_grad[0] else (of_experts,))
         ctx.save_for_backward(logits, routing[0], x, weight)
         return of_experts, *routing
 
@@ -155,42 +158,47 @@ class _Router(torch.autograd.Function):
 
 
 def _chosen(
-    ctx: Any, logits: Tensor, bias: Tensor, options: tuple[Any, ...], constants: tuple[Tensor, ...] = ()
+    ctx: Any, logits: Tensor, bias: Tensor, router: RouterConfig, constants: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The routing. constants: other outputs without a gradient."""
-    experts, weights, share_sums = ops.route(logits, bias, *options)
+    experts, weights, share_sums = ops.route(
+        logits, bias, router.top_k, router.score_func, router.normalize, router.route_scale, router.num_groups,
+        router.top_k_groups, router.group_score, router.force_balance,
+    )  # fmt: skip
     ctx.mark_non_differentiable(experts, *constants)
     ctx.set_materialize_grads(False)  # zeros for an output without a gradient are a kernel
-    ctx.scores = options[1:4]
+    ctx.router = router
     return experts, weights, share_sums.sum(0)
 
 
 def _choice_bwd(ctx: Any, grads: tuple[Tensor | None, ...], logits: Tensor, experts: Tensor, split: bool) -> Tensor:
     """The gradient of the logits, or its two bf16 terms."""
-    _, dweights, dshares = grads
+    (_, dweights, dshares), router = grads, ctx.router
     zeros = partial(torch.zeros, dtype=torch.float32, device=logits.device)
     dweights = zeros(experts.shape) if dweights is None else dweights.contiguous()
     if dshares is not None:
         dshares = dshares.contiguous()
-    elif split and ctx.scores[0] != "sigmoid":  # zeros change only a zero's sign, which no product shows
+    elif split and router.score_func != "sigmoid":  # zeros change only a zero's sign, which no product shows
         dshares = logits.new_empty(0)
     else:  # they also take a NaN of one expert's sigmoid to the others
         dshares = zeros(logits.shape[1])
-    return ops.route_bwd(dweights, dshares, logits, experts, *ctx.scores, split)
+    return ops.route_bwd(
+        dweights, dshares, logits, experts, router.score_func, router.normalize, router.route_scale, split
+    )
 
 
 _route, _router = differentiable("route", _Route), differentiable("route", _Router)
 
 
 def route_tokens(
-    x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, options: tuple[Any, ...]
+    x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, router: RouterConfig
 ) -> tuple[Tensor, Routing]:
-    """x for the experts, and `route` of `router_logits`, for checked arguments. options: top_k and the `OPTIONS`."""
+    """x for the experts, and `route` of `router_logits`, for checked arguments."""
     bias_of_choice = _selection("route", selection_bias, weight.shape[:1], x.device)
     if x.dtype == weight.dtype == torch.bfloat16 and not _autocast(x):
-        of_experts, *routing = _router(x, weight, bias, bias_of_choice, options)
-        return of_experts, Routing(*routing)
-    return x, Routing(*_route(router_logits(x, weight, bias), bias_of_choice, options))
+        of_experts, experts, weights, shares = _router(x, weight, bias, bias_of_choice, router)
+        return of_experts, Routing(experts, weights, shares)
+    return x, Routing._make(_route(router_logits(x, weight, bias), bias_of_choice, router))
 
 
 def _selection(op: str, bias: Tensor | None, shape: tuple[Any, ...], device: torch.device) -> Tensor:
@@ -200,39 +208,34 @@ def _selection(op: str, bias: Tensor | None, shape: tuple[Any, ...], device: tor
     return check_selection_bias(op, bias, shape, device).detach().contiguous()
 
 
-def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    selection_bias: Tensor | None = None,
-    score_func: ScoreFunc = "softmax",
-    normalize: bool = True,
-    route_scale: float = 1.0,
-    num_groups: int = 1,
-    top_k_groups: int = 1,
-    group_score: GroupScore = "top2",
-    force_balance: bool = False,
-) -> Routing:
-    """Choose top_k experts for each token; differentiable in the logits, through the weights and the shares.
+def route(logits: Tensor, router: RouterConfig, *, selection_bias: Tensor | None = None) -> Routing:
+    """Choose `router.top_k` experts for each token.
 
-    logits: (T, E) float32 or bfloat16, E up to 512. top_k: up to 32.
-    selection_bias: (E,) float32, added to the scores for the choice and not for the weights; None is no bias.
-    score_func: "softmax" over all experts, "sigmoid" of each, or "softmax_of_chosen": the choice is by logits, and the
-        weights are the softmax over the chosen ones.
-    normalize: divide the weights of a token by their sum. route_scale: the factor of the weights.
-    num_groups, top_k_groups: the choice is among the top_k_groups best of num_groups groups of neighbouring experts; a
-        group's score is the sum of its two best scores (group_score="top2") or its best ("max").
-    force_balance: token t takes the experts t * top_k, t * top_k + 1, ... modulo E, for benchmarks.
+    The weights and the shares are differentiable in the logits. The result has the same bits on every device and in
+    both frameworks, except for the last sum of `shares`.
 
-    Returns a `Routing`. Equal scores: the lower expert is first. A NaN logit makes its token's weights NaN. The result
-    has the same bits on every device and in both frameworks, except for the last sum of `shares`.
+    Args:
+        logits: (T, E) float32 or bfloat16, E up to 512.
+        router: The choice. Its fields `bias` and `prob_in` are for layers; this function does not read them.
+        selection_bias: (E,) float32, added to the scores for the choice and not for the weights. It is required if
+            `router.selection_bias` is True.
 
-    >>> experts, weights, _ = route(torch.tensor([[0.0, 2.0, 1.0]]), 2, score_func="sigmoid", normalize=False)
-    >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
-    ([[1, 2]], [0.8808, 0.7311])
+    Returns:
+        The experts, their weights, and the shares. Of equal scores the lower expert is first. A NaN logit makes its
+        token's weights NaN.
 
-    Raises ValueError (shapes, values, devices) and TypeError (dtypes). Sources: Fedus et al., "Switch Transformers",
-    2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
+    Raises:
+        ValueError: For shapes, devices and values that are not allowed.
+        TypeError: For other dtypes and types.
+
+    Example:
+        >>> router = RouterConfig(2, score_func="sigmoid", normalize=False)
+        >>> experts, weights, _ = route(torch.tensor([[0.0, 2.0, 1.0]]), router)
+        >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
+        ([[1, 2]], [0.8808, 0.7311])
+
+    Sources: Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
+    2.1.2.
     """
     op = "route"
     check_plain(op, "logits", logits)
@@ -240,11 +243,11 @@ def route(
     if logits.dtype not in FLOATS:
         fail(TypeError, op, "logits", f"dtype {logits.dtype}", "allowed: float32 or bfloat16")
     check_shape(op, "logits", logits, ("T", "E"))
-    choice = score_func, normalize, route_scale, num_groups, top_k_groups, group_score, force_balance
-    options: dict[str, Any] = dict(zip(OPTIONS, choice, strict=True))
-    check_options(op, logits.shape[1], top_k=top_k, **options)
+    router = RouterConfig.check(op, router, logits.shape[1])
+    if router.selection_bias and selection_bias is None:
+        fail(ValueError, op, "selection_bias", None, "allowed: a tensor (E,) float32 with router.selection_bias=True")
     bias = _selection(op, selection_bias, logits.shape[-1:], logits.device)
-    return Routing(*_route(logits, bias, (top_k, *choice)))
+    return Routing._make(_route(logits, bias, router))
 
 
 def check_selection_bias(op: str, bias: Tensor, shape: tuple[Any, ...], device: torch.device | None) -> Tensor:
@@ -292,20 +295,31 @@ def chosen_outside(
 
 
 def update_selection_bias(selection_bias: Tensor, counts: Tensor, rate: float) -> Tensor:
-    """selection_bias + rate * sign(mean(counts) - counts): the load balance of DeepSeek-V3 without a loss.
+    """Compute selection_bias + rate * sign(mean(counts) - counts): the load balance of DeepSeek-V3 without a loss.
 
-    selection_bias: (E,) float32. counts: (E,) of an integer dtype, the rows of each expert in the last step, as
-    `MoEStats.counts`; sum them over data-parallel ranks first. rate: 0.001 for DeepSeek-V3. Returns (E,) float32. A
-    training loop calls it after each step:
+    A training loop calls it after each step:
 
         moe.selection_bias.copy_(update_selection_bias(moe.selection_bias, stats.counts, 0.001))
 
-    >>> update_selection_bias(torch.zeros(3), torch.tensor([4, 1, 1]), 0.5).tolist()
-    [-0.5, 0.5, 0.5]
+    Args:
+        selection_bias: (E,) float32.
+        counts: (E,) of an integer dtype, the rows of each expert in the last step, as `MoEStats.counts`. The caller
+            sums them over data-parallel ranks first.
+        rate: A positive number; 0.001 for DeepSeek-V3.
 
-    Raises ValueError (shapes, devices, negative counts where values are checked, a rate that is not positive and
-    finite) and TypeError (dtypes). Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for
-    Mixture-of-Experts", 2024.
+    Returns:
+        (E,) float32.
+
+    Raises:
+        ValueError: For shapes, devices and rates that are not allowed, and for negative counts where values are
+            checked.
+        TypeError: For other dtypes.
+
+    Example:
+        >>> update_selection_bias(torch.zeros(3), torch.tensor([4, 1, 1]), 0.5).tolist()
+        [-0.5, 0.5, 0.5]
+
+    Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     require_tensor(op, "selection_bias", selection_bias)

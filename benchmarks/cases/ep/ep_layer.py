@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.swiglu.activation import PLAIN
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel, grouped_swiglu_ffn
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, grouped_swiglu_ffn
 from mxep.torch_frontend.overlap.expert_parallel import Transport, exchange_over
 from mxep.torch_frontend.overlap.local_experts import FFNExperts
 from mxep.torch_frontend.products.ffn import ffn_call
@@ -52,13 +52,13 @@ def tokens_of(shape: MoELayer, routing: str, rank: int, device: torch.device) ->
 def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device: torch.device) -> MoE:
     """The layer, its experts over the ranks of the group; the weights' deviation is 1 / sqrt(fan in)."""
     _, d, f, e, k = shape
-    moe = MoE(d, f, e, k, recipe=recipe, dtype=BF16, device=device)
+    moe = MoE(d, f, e, RouterConfig(k), recipe=recipe, dtype=BF16, device=device)
     with torch.no_grad():
         moe.router.weight.copy_(torch.eye(e, d))
         for i, w in enumerate((moe.experts.w1, moe.experts.w3, moe.experts.w2), 1):
             w.copy_(values(*w.shape, device=device.type, octaves=0.5, operand=i).mul_(w.shape[-1] ** -0.5))
     mesh = DeviceMesh.from_group(group, device.type)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients="sum"))
+    parallelize_module(moe, mesh, ExpertParallel(gradients="sum"))
     return moe
 
 

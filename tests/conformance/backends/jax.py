@@ -85,7 +85,9 @@ def grouped_mm(
 def _swiglu_ffn(x, weights, group_ends, prob, dout, recipe: Recipe, activation: mxep.SwiGLU):
     def forward(x, weights, prob):
         options = {"group_ends": group_ends, "recipe": recipe, "activation": activation}
-        return mxep.grouped_swiglu_ffn(x=x, prob=prob, **weights, **options)
+        w1, w3, w2 = (weights[name] for name in ("w1", "w3", "w2"))
+        b1, b3, b2 = (weights.get(name) for name in ("b1", "b3", "b2"))
+        return mxep.grouped_swiglu_ffn(x, w1, w3, w2, prob=prob, biases=(b1, b3, b2), **options)
 
     out, backward = jax.vjp(forward, x, weights, prob)
     dx, dweights, dprob = backward(dout)
@@ -183,8 +185,8 @@ def _config(
     params: dict[str, Array], recipe: Recipe, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> mxep.MoEConfig:
     num_experts, hidden, dim = params["w1"].shape
-    routing = {"score_func": score, "normalize": normalize, "prob_in": prob_in}
-    return mxep.MoEConfig(dim, hidden, num_experts, top_k, recipe=recipe, **routing)
+    router = mxep.RouterConfig(top_k, score_func=score, normalize=normalize, prob_in=prob_in)
+    return mxep.MoEConfig(dim, hidden, num_experts, router, recipe=recipe)
 
 
 def _tree(params: dict[str, Array]) -> dict[str, Any]:

@@ -64,7 +64,10 @@ def swiglu_ffn(
     "b2" if `weights` has them. numbers: of SwiGLU."""
     inputs = {name: to_torch(array).requires_grad_() for name, array in ({"x": x} | weights | {"prob": prob}).items()}
     ends, activation = to_torch(group_ends), mxep.SwiGLU(**numbers)
-    out = mxep.grouped_swiglu_ffn(**inputs, group_ends=ends, recipe=recipe, activation=activation)
+    w1, w3, w2 = (inputs[name] for name in ("w1", "w3", "w2"))
+    b1, b3, b2 = (inputs.get(name) for name in ("b1", "b3", "b2"))
+    options = {"biases": (b1, b3, b2), "recipe": recipe, "activation": activation}
+    out = mxep.grouped_swiglu_ffn(inputs["x"], w1, w3, w2, ends, inputs["prob"], **options)
     out.backward(to_torch(dout))
     return {"out": to_numpy(out)} | {name: to_numpy(value.grad) for name, value in inputs.items()}
 
@@ -85,9 +88,8 @@ def moe_module(
     params: dict[str, Array], recipe: Recipe, top_k: int, score: str, normalize: bool, prob_in: str
 ) -> torch.nn.Module:
     num_experts, hidden, dim = params["w1"].shape
-    options = {"score_func": score, "normalize": normalize, "recipe": recipe, "prob_in": prob_in}
-    options |= {"dtype": torch.float32, "device": DEVICE}
-    moe = mxep.MoE(dim, hidden, num_experts, top_k, **options)
+    router = mxep.RouterConfig(top_k, score_func=score, normalize=normalize, prob_in=prob_in)
+    moe = mxep.MoE(dim, hidden, num_experts, router, recipe=recipe, dtype=torch.float32, device=DEVICE)
     moe.load_state_dict({"router.weight": to_torch(params["router"])} | {
         f"experts.{name}": to_torch(params[name]) for name in ("w1", "w2", "w3")
     })  # fmt: skip

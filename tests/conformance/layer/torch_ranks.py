@@ -33,7 +33,7 @@ DEGREES = (1, 2, 4)
 def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
     """This rank's y, statistics, and gradients of x, of the router (its share) and of its experts."""
     moe = moe_module(case.params, RUNS[recipe], **case.options)
-    parallelize_module(moe.experts, mesh, mxep.MXFP8ExpertParallel(gradients="sum"))
+    parallelize_module(moe.experts, mesh, mxep.ExpertParallel(gradients="sum"))
     rows = np.array_split(np.arange(len(case.x)), mesh.size())[mesh.get_local_rank()]
     x = to_torch(case.x[rows]).requires_grad_()
     y, stats = moe(x)

@@ -32,7 +32,7 @@ def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch)
         raise AssertionError(name)
 
     monkeypatch.setattr("mxep.torch_frontend.ops.ranges.record_function", fail)
-    layer = torch_frontend.MoE(32, 32, 4, 2)
+    layer = torch_frontend.MoE(32, 32, 4, torch_frontend.RouterConfig(2))
     layer(torch.ones(4, 32))
     with torch.profiler.profile(), pytest.raises(AssertionError, match="mxep"):
         layer(torch.ones(4, 32))
@@ -45,7 +45,7 @@ def test_a_trace_of_jax(tmp_path: Path) -> None:
 
 
 def test_scopes_of_jax() -> None:
-    config = jax_frontend.MoEConfig(dim=32, hidden_dim=32, num_experts=4, top_k=2)
+    config = jax_frontend.MoEConfig(dim=32, hidden_dim=32, num_experts=4, router=jax_frontend.RouterConfig(top_k=2))
     params = jax_frontend.moe.init(jax.random.key(0), config)
     program = jax.jit(lambda x: jax_frontend.moe.apply(params, x, config)[0]).lower(jax.numpy.ones((8, 32)))
     text = program.as_text(debug_info=True)

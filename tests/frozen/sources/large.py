@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 from mxep.core_kernels.policy.recipe import RECIPES
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 
 from benchmarks.cases.moe_layer import OUTPUTS, LayerInputs, our_jax_program, our_torch_layer, torch_programs
 from benchmarks.cases.shapes import H200, MoELayer
@@ -50,7 +50,7 @@ def fill(x: torch.Tensor, operand: int) -> None:
 def inputs_of(shape: MoELayer, recipe: str, device: str) -> LayerInputs:
     """As the benchmark's; the deviation of a weight is the power of two next to 1 / sqrt(fan in)."""
     t, d, f, e, k = shape
-    moe = MoE(d, f, e, k, recipe=recipe, dtype=torch.bfloat16, device="meta").to_empty(device=device)
+    moe = MoE(d, f, e, RouterConfig(k), recipe=recipe, dtype=torch.bfloat16, device="meta").to_empty(device=device)
     weights = Weights(moe.router.weight, moe.experts.w1, moe.experts.w3, moe.experts.w2)
     x, dy = torch.empty(2, t, d, dtype=torch.bfloat16, device=device)
     with torch.no_grad():

@@ -13,11 +13,13 @@ import numpy as np
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.prob_in import ProbIn
 from mxep.core_kernels.policy.recipe import Recipe
+from mxep.core_kernels.policy.router import SharedExpert
 from mxep.core_kernels.swiglu.activation import SwiGLU
 
 from ... import replicas, routed_layers
 from ...conformance.cases import BF16, Array, seeded
 from ...conformance.layer import layers as conformance
+from ...layer_options import layer_options
 from ..hashes import digits_of
 
 RANKS = 2
@@ -27,8 +29,9 @@ RANKS = 2
 class Layer:
     """x, dy (T, D). parameters: by the names of PyTorch's layer, selection_bias among them.
 
-    options: of both frontends' layers besides sizes and what the parameters tell. recompute: the backward computes
-    again what the experts saved. chosen: experts (T, top_k) int32 and weights float32 in the router's place, or none.
+    options: as `layer_options` takes them, besides those that follow from the parameters. recompute: the backward
+    computes again what the experts saved. chosen: experts (T, top_k) int32 and weights float32 in the router's place,
+    or none.
     """
 
     x: Array
@@ -41,21 +44,24 @@ class Layer:
     chosen: tuple[Array, ...] = ()
 
     @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """dim, hidden_dim, num_experts, top_k."""
+    def sizes(self) -> tuple[int, int, int]:
+        """dim, hidden_dim, num_experts."""
         num_experts, hidden_dim, dim = self.parameters["experts.w1"].shape
-        return dim, hidden_dim, num_experts, self.top_k
+        return dim, hidden_dim, num_experts
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The options that the parameters tell."""
-        shared = self.parameters.get("shared_expert.w1")
-        return {
-            "router_bias": "router.bias" in self.parameters,
-            "bias": "experts.b1" in self.parameters,
-            "shared_gate": "shared_gate.weight" in self.parameters,
-            "shared_hidden_dim": None if shared is None else shared.shape[1],
-        }
+    def arguments(self) -> dict[str, Any]:
+        """Of both frontends' layers besides sizes; some follow from the parameters."""
+        of, shared = self.parameters, self.parameters.get("shared_expert.w1")
+        return layer_options(
+            self.top_k,
+            "router.bias" in of,
+            selection_bias="selection_bias" in of,
+            bias="experts.b1" in of,
+            shared=None if shared is None else SharedExpert(shared.shape[1], gate="shared_gate.weight" in of),
+            recipe=self.recipe,
+            **self.options,
+        )
 
     @property
     def digits(self) -> str:
@@ -79,8 +85,8 @@ def _of_conformance(name: str, run: str, **options: Any) -> Layer:
 
 
 def _by_caller(layer: Layer) -> Layer:
-    rng, tokens, (_, _, num_experts, top_k) = seeded("by the caller"), len(layer.x), layer.sizes
-    experts = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (tokens, 1)), axis=1)[:, :top_k]
+    rng, tokens, (_, _, num_experts) = seeded("by the caller"), len(layer.x), layer.sizes
+    experts = rng.permuted(np.tile(np.arange(num_experts, dtype=np.int32), (tokens, 1)), axis=1)[:, : layer.top_k]
     return replace(layer, chosen=(experts, rng.random(experts.shape, np.float32)))
 
 

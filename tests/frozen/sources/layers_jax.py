@@ -20,7 +20,7 @@ def cases() -> dict[str, Case]:
 
 
 def config(layer: Layer, **options: Any) -> MoEConfig:
-    return MoEConfig(*layer.sizes, recipe=layer.recipe, **layer.told, **layer.options, **options)
+    return MoEConfig(*layer.sizes, **layer.arguments, **options)
 
 
 def tree(layer: Layer) -> dict[str, Any]:

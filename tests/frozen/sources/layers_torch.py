@@ -18,9 +18,8 @@ def cases() -> dict[str, Case]:
 
 def module(layer: Layer) -> MoE:
     dtype = to_torch(layer.parameters["router.weight"]).dtype
-    options = {"recipe": layer.recipe, "recompute": layer.recompute, "dtype": dtype, "device": DEVICE}
-    options |= layer.told | layer.options
-    moe = MoE(*layer.sizes, selection_bias="selection_bias" in layer.parameters, **options)
+    options = layer.arguments | {"recompute": layer.recompute, "dtype": dtype, "device": DEVICE}
+    moe = MoE(*layer.sizes, **options)
     moe.load_state_dict({name: to_torch(value) for name, value in layer.parameters.items()})
     return moe
 

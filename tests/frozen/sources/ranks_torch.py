@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, MXFP8ExpertParallel
+from mxep.torch_frontend import Collectives, ExpertParallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -49,7 +49,7 @@ def entry(ranked: RankedLayer, overlapped: bool) -> Entry:
     layer, mesh = ranked.layer, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
     transport = Collectives(mesh.get_group(), chunk_bytes=1) if overlapped else None
     moe = module(layer)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=transport, deduplicate=ranked.deduplicate))
+    parallelize_module(moe, mesh, ExpertParallel(transport=transport, deduplicate=ranked.deduplicate))
     x, dy = (to_torch(value[PARTS[dist.get_rank()]]) for value in (layer.x, layer.dy))
     found = {}
     for name, value in results(moe, x, dy).items():

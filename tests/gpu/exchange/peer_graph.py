@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel, PeerMemory
+from mxep.torch_frontend import ExpertParallel, MoE, PeerMemory, RouterConfig
 from mxep.torch_frontend.overlap.expert_parallel import Transport
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,8 +16,8 @@ RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp", "bf16")
 
 def layer(mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> MoE:
     torch.manual_seed(0)
-    moe = MoE(DIM, HIDDEN, LOCAL * mesh.size(), TOP_K, recipe=recipe, dtype=torch.bfloat16, device="cuda")
-    parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=carrier))
+    moe = MoE(DIM, HIDDEN, LOCAL * mesh.size(), RouterConfig(TOP_K), recipe=recipe, dtype=torch.bfloat16, device="cuda")
+    parallelize_module(moe, mesh, ExpertParallel(transport=carrier))
     return moe
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, MXArray, moe, ops, swiglu
+from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, moe, ops, swiglu
 from mxep.jax_frontend.exchange.peer_memory import Transport
 from mxep.jax_frontend.ops.split import WHOLE_DIMS
 
@@ -24,7 +24,7 @@ from ...compare import same_bytes, sqnr_db
 DIVIDED_ON_GPUS = {"quantize_col", "quantize_both", "swiglu_row", "swiglu_row_fold", "swiglu_bwd_row"}
 """On automatic axes, where XLA divides the calls of CUDA C++ alone; the others gather their rows there."""
 ROWS, DIM = 64, 128
-CONFIG = MoEConfig(DIM, 256, num_experts=8, top_k=2, recipe="bf16")
+CONFIG = MoEConfig(DIM, 256, num_experts=8, router=RouterConfig(top_k=2), recipe="bf16")
 
 Devices = Sequence[jax.Device]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 from torch import Tensor, nn
 
 TOKENS, DIM, HIDDEN, EXPERTS, TOP_K = 500, 256, 384, 8, 3
@@ -17,7 +17,7 @@ class Layer(nn.Module):
     def __init__(self, recipe: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe=recipe, dtype=torch.bfloat16, device="cuda")
+        self.moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K), recipe=recipe, dtype=torch.bfloat16, device="cuda")
 
     def forward(self, x: Tensor) -> Tensor:
         return self.moe(x)[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mxep.core_kernels.fold.oracle import span_slices
 from mxep.core_kernels.formats import spans
-from mxep.torch_frontend import MoE, Recipe, force_implementation, ops, quantize_weights
+from mxep.torch_frontend import MoE, Recipe, RouterConfig, force_implementation, ops, quantize_weights
 from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.ops import direct
 from mxep.torch_frontend.ops.device import forced
@@ -287,7 +287,7 @@ def test_training_ignores_weights_of_an_evaluation() -> None:
 
     def final(evaluate: bool) -> list[Tensor]:
         torch.manual_seed(0)
-        moe = MoE(128, 128, 4, 2, recipe="mxfp8", device=DEVICE)
+        moe = MoE(128, 128, 4, RouterConfig(2), recipe="mxfp8", device=DEVICE)
         opt, x = torch.optim.SGD(moe.parameters(), lr=0.1), torch.randn(64, 128, device=DEVICE)
         for _ in range(3):
             (moe(x)[0] - x).square().mean().backward()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, combine, dispatch, gather_rows, lower_for, moe, weighted_combine
+from mxep.jax_frontend import MoEConfig, RouterConfig, combine, dispatch, gather_rows, lower_for, moe, weighted_combine
 from mxep.jax_frontend.exchange.rows import spread_rows
 
 from ...compare import same_bytes
@@ -48,7 +48,7 @@ def test_the_layer_on_a_mesh_of_data_and_expert_ranks(prob_in: Any) -> None:
     mesh, results = mesh_of((2, 2), ("data", "expert")), []
     x = jax.random.normal(jax.random.key(1), (4 * TOKENS, 32), jnp.bfloat16)
     for transport in ("all_to_all", "peer_memory"):
-        config = MoEConfig(32, 32, num_experts=4, top_k=3, prob_in=prob_in, transport=transport)
+        config = MoEConfig(32, 32, num_experts=4, router=RouterConfig(top_k=3, prob_in=prob_in), transport=transport)
         layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
 
         def loss(params: Any, x: jax.Array, layer: Any = layer) -> Any:
@@ -87,7 +87,7 @@ def test_a_full_rank_drops_the_last_rows() -> None:
 def test_the_program_for_gpus() -> None:
     """Six calls of peers read rows; collectives send counts and orders, at most 4 bytes a row."""
     mesh = mesh_of((2,), ("expert",))
-    config = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory")
+    config = MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), transport="peer_memory")
     params, x = moe.init(jax.random.key(0), config, jnp.bfloat16), jnp.ones((2 * TOKENS, 64), jnp.bfloat16)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -105,7 +105,7 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"transport: got 'wire'; allowed: 'all_to_all', 'peer_memory'"):
         dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity=3, transport="wire")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'dispatch'; allowed: None with transport='peer"):
-        MoEConfig(32, 64, num_experts=4, top_k=2, deduplicate="dispatch", transport="peer_memory")
+        MoEConfig(32, 64, num_experts=4, router=RouterConfig(top_k=2), deduplicate="dispatch", transport="peer_memory")
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
 
     def part(x: jax.Array, function: Any) -> Any:
@@ -122,7 +122,10 @@ def test_refused() -> None:
 def test_several_processes_are_refused_where_the_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of GPUs; the definition of a CPU runs in several."""
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    config, mesh = MoEConfig(64, 64, num_experts=4, top_k=2, transport="peer_memory"), mesh_of((2,), ("expert",))
+    config, mesh = (
+        MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), transport="peer_memory"),
+        mesh_of((2,), ("expert",)),
+    )
     params = moe.init(jax.random.key(0), config)
     layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
     allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"

@@ -14,6 +14,7 @@ from mxep.core_kernels.policy.deduplicate import CHOICES, Deduplicate
 from mxep.jax_frontend import (
     MoEConfig,
     MXArray,
+    RouterConfig,
     TokenReplicas,
     combine,
     dispatch,
@@ -162,7 +163,7 @@ def test_a_layer() -> None:
     mesh, results = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",)), []
     x = jax.random.normal(jax.random.key(1), (2 * TOKENS, 32), jnp.bfloat16)
     for how in CHOICES[:2]:
-        config = MoEConfig(32, 32, num_experts=4, top_k=3, deduplicate=how)
+        config = MoEConfig(32, 32, num_experts=4, router=RouterConfig(top_k=3), deduplicate=how)
         params = moe.init(jax.random.key(0), config)
 
         def loss(params: Any, x: jax.Array, config: MoEConfig = config) -> Any:
@@ -184,4 +185,4 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match=r"deduplicate: got 'twice'; allowed: None, 'dispatch', 'both'"):
         dispatch(x, counts, deduplicate="twice")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'both'; allowed: None with prob_in='input'"):
-        MoEConfig(32, 64, num_experts=4, top_k=2, deduplicate="both", prob_in="input")
+        MoEConfig(32, 64, num_experts=4, router=RouterConfig(top_k=2, prob_in="input"), deduplicate="both")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from mxep import jax_frontend as mxep
-from mxep.jax_frontend import MoEConfig, MXArray, Rounding, ops
+from mxep.core_kernels.formats import Rounding
+from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, ops
 from mxep.jax_frontend.exchange.all_to_all import plan_exchange
 
 from ... import bad_values
@@ -42,14 +43,13 @@ EXCHANGE = plan_exchange(COUNTS, None, num_rows=M)
 MAPS = ops.row_map(COUNTS, num_rows=M, num_local_experts=G)
 PADDED = normal(MAPS.row_map.shape[0], K, seed=6)
 BLOCKED = ops.block_scales(SF, ENDS)
-CONFIG = MoEConfig(K, F, num_experts=G, top_k=1)
+CONFIG = MoEConfig(K, F, num_experts=G, router=RouterConfig(top_k=1))
 PARAMS = {"router": normal(G, K, dtype="float32"), "experts": {"w1": W1, "w3": W1, "w2": W2}}
 MESH = jax.make_mesh((1, 1), ("data", "expert"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:1])
 HELD = mxep.quantize_weights(W)
 SCALES = {"rounding": "rceil", "satfinite": False}
 GLU = {"gate": GATE, "up": GATE, "prob": PROB}
 NUMBERS = {"alpha": 1.702, "limit": 7.0, "offset": 1.0}
-BIASES = {"b1": normal(G, F), "b3": normal(G, F), "b2": normal(K)}
 PRODUCT = {"recipe": "mxfp8", "mx_grad": False, "pad_token_groups": True}
 ROUTING = {
     "score_func": "sigmoid", "normalize": True, "route_scale": 2.5, "num_groups": 1, "top_k_groups": 1,
@@ -73,16 +73,12 @@ CALLS: dict[str, dict[str, Any]] = {
         "dim": K,
         "hidden_dim": F,
         "num_experts": G,
-        "top_k": 1,
-        **ROUTING,
-        "router_bias": True,
-        "shared_hidden_dim": F,
-        "shared_gate": True,
+        "router": mxep.RouterConfig(1),
+        "shared": mxep.SharedExpert(F),
         "recipe": "mxfp8",
         "capacity": 8,
         "bias": False,
         "activation": mxep.SwiGLU(),
-        "prob_in": "combine",
         "deduplicate": "dispatch",
         "transport": "all_to_all",
         "on_overflow": "drop",
@@ -119,7 +115,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "group_ends": ENDS,
         "group_sizes": None,
         "prob": PROB,
-        **BIASES,
+        "biases": None,
         **PRODUCT,
         "activation": mxep.SwiGLU(),
     },
@@ -173,7 +169,9 @@ CALLS: dict[str, dict[str, Any]] = {
         "out_sharding": None,
         "preferred_element_type": "float32",
     },
-    "route": {"logits": normal(M, G), "top_k": 1, "selection_bias": jnp.zeros(G), **ROUTING},
+    "route": {"logits": normal(M, G), "router": mxep.RouterConfig(1), "selection_bias": jnp.zeros(G)},
+    "RouterConfig": {"top_k": 1, **ROUTING, "bias": True, "selection_bias": True, "prob_in": "combine"},
+    "SharedExpert": {"hidden_dim": F, "gate": True},
     "sort_by_expert": {"expert_ids": IDS.reshape(T, TOP_K), "num_experts": G},
     "spread_rows": {"x": DY, "order": ORDER, "inverse": INVERSE, "top_k": TOP_K, "across": None},
     "SwiGLU": NUMBERS,
@@ -245,7 +243,7 @@ for _name, _op in ops.OPS.items():
         _arrays = dict(zip(_op.inputs, map(jnp.asarray, sample_arrays(_op)), strict=True))
         CALLS[f"ops.{_name}"] = {**_arrays, **_defaults, **sample(_op)[1]}
 RECORDS = {
-    "NumericsReport", "numerics_report", "MoEMetrics", "moe_metrics",  # test_metrics.py
+    "NumericsReport", "numerics_report", "MoEMetrics",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
     "save_mx_rows",
     "Recipe", "Rounding", "Route", "Routing", "TokenReplicas",

@@ -11,17 +11,17 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe
 from mxep.jax_frontend.integrations.nnx import MoE
 
 from ..references import normal
 
-CONFIG = MoEConfig(64, 96, num_experts=4, top_k=2, recipe="bf16")
+CONFIG = MoEConfig(64, 96, num_experts=4, router=RouterConfig(top_k=2), recipe="bf16")
 X = normal(32, 64, dtype="float32")
 
 
 def test_the_module_is_the_functions_with_its_parameters() -> None:
-    config = dataclasses.replace(CONFIG, bias=True, router_bias=True, shared_hidden_dim=32)
+    config = dataclasses.replace(CONFIG, bias=True, router=RouterConfig(2, bias=True), shared=SharedExpert(32))
     layer = MoE(config, rngs=nnx.Rngs(0))
     params = moe.init(nnx.Rngs(0).params(), config)
     assert jax.tree.structure(layer.params) == jax.tree.structure(params)

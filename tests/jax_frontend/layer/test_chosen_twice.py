@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import MoEConfig, moe
 
 from ...compare import same_bytes, sqnr_db
+from ...layer_options import layer_options
 from ..references import normal
 
 RANKS, TOKENS, DIM, EXPERTS = 2, 24, 32, 8
@@ -60,7 +61,7 @@ def run(chosen: np.ndarray, config: MoEConfig) -> dict[str, Any]:
 )
 def test_an_expert_that_a_token_has_twice_counts_twice(changes: dict, limit: float) -> None:
     """y, the gradient of x and of the weights are equal to the bit; the gradient of an expert is the sum of both."""
-    config = MoEConfig(DIM, 64, num_experts=EXPERTS, top_k=3, **changes)
+    config = MoEConfig(DIM, 64, EXPERTS, **layer_options(3, **changes))
     got, want = run(TWICE, config), run(APART, config)
     for name in ("y", "x", "weights"):
         same_bytes(got[name], want[name])

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import MoEConfig, RouterConfig, moe
 
 from benchmarks.compile_time import kernels
 
@@ -18,7 +18,7 @@ ROUTING = {"route": 1, "route_bwd": 1, "sort_by_expert": 1, "row_map": 1, "combi
 
 def gradient_of(depth: int, recipe: str) -> Any:
     """The lowered value and gradient of `depth` layers."""
-    config = MoEConfig(DIM, 96, num_experts=4, top_k=2, recipe=recipe)
+    config = MoEConfig(DIM, 96, num_experts=4, router=RouterConfig(top_k=2), recipe=recipe)
 
     def loss(params: list[Any], x: jax.Array) -> jax.Array:
         for p in params:

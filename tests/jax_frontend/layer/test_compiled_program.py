@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.jax_frontend import moe, quantize_weights
+from mxep.jax_frontend import RouterConfig, moe, quantize_weights
 
 RANKS, TOKENS, DIM, HIDDEN = 4, 25, 64, 96
-CONFIG = moe.MoEConfig(DIM, HIDDEN, num_experts=8, top_k=2, recipe="mxfp8_wgrad_with_hp", prob_in="combine")
-CAPACITY = TOKENS * CONFIG.top_k
+CONFIG = moe.MoEConfig(
+    DIM, HIDDEN, num_experts=8, router=RouterConfig(top_k=2, prob_in="combine"), recipe="mxfp8_wgrad_with_hp"
+)
+CAPACITY = TOKENS * CONFIG.router.top_k
 RECEIVED = RANKS * CAPACITY
 PADDED = 288  # RECEIVED rows, and 32 more for each of the 2 local experts, up to a multiple of 32
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import RECIPES, MoEConfig, moe, quantize_weights
+from mxep.jax_frontend import RECIPES, MoEConfig, RouterConfig, moe, quantize_weights
 
 from ...compare import sqnr_db
+from ...layer_options import layer_options
 from .. import references
 from ..references import normal
 
@@ -22,7 +23,7 @@ SPECS = {"router": P(), "experts": P("ep")}
 
 def config(recipe: str = "mxfp8_wgrad_with_hp", **changes) -> MoEConfig:
     sizes = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K}
-    return MoEConfig(**{"recipe": recipe, **sizes, **changes})
+    return MoEConfig(**layer_options(**{"recipe": recipe, **sizes, **changes}))
 
 
 PARAMS = moe.init(jax.random.key(0), config())
@@ -63,7 +64,7 @@ def test_the_layer_is_its_formulas(changes: dict) -> None:
         assert sqnr_db(names(grads)[name], want) > 42, name
     np.testing.assert_allclose(stats.aux_loss, aux_loss, rtol=1e-5)
     assert stats.counts.shape == (EXPERTS,)
-    assert (int(stats.counts.sum()), int(stats.overflow)) == (TOKENS * layer_config.top_k, 0)
+    assert (int(stats.counts.sum()), int(stats.overflow)) == (TOKENS * layer_config.router.top_k, 0)
 
 
 def test_the_auxiliary_loss_trains_the_router() -> None:
@@ -297,7 +298,7 @@ def test_x_keeps_its_shape_and_dtype() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_init_draws_from_a_truncated_normal_distribution(dtype: str) -> None:
     """Its deviation is 0.88 of the deviation without truncation. The bf16 weights are the rounded fp32 weights."""
-    wide = MoEConfig(256, 128, num_experts=8, top_k=2)
+    wide = MoEConfig(256, 128, num_experts=8, router=RouterConfig(top_k=2))
     for w in moe.init(jax.random.key(0), wide, dtype)["experts"].values():
         drawn = np.asarray(w, np.float32) * w.shape[-1] ** 0.5
         assert abs(drawn.std() - 0.88) < 0.01
@@ -324,7 +325,6 @@ def test_init_draws_what_apply_takes() -> None:
         ({"score_func": "relu"}, "'softmax', 'sigmoid', 'softmax_of_chosen'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
         ({"prob_in": "router"}, "'combine', 'swiglu', 'input'"),
-        ({"shared_gate": True}, "shared_gate: got True; allowed: with shared_hidden_dim"),
         ({"capacity": 0}, "capacity: got 0"),
     ],
 )

@@ -11,12 +11,22 @@ from jax import export
 from jax.experimental import checkify
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, export_checks, grouped_mm, lower_for, moe, ops, save_mx_rows
+from mxep.jax_frontend import (
+    MoEConfig,
+    RouterConfig,
+    SharedExpert,
+    export_checks,
+    grouped_mm,
+    lower_for,
+    moe,
+    ops,
+    save_mx_rows,
+)
 from mxep.jax_frontend.ops import remat
 
 from ..references import normal
 
-CONFIG = MoEConfig(64, 96, num_experts=4, top_k=2)
+CONFIG = MoEConfig(64, 96, num_experts=4, router=RouterConfig(top_k=2))
 PARAMS = moe.init(jax.random.key(0), CONFIG)
 X = normal(32, 64, dtype="float32")
 W, ENDS = normal(2, 96, 64, dtype="float32"), jnp.array([16, 32])
@@ -43,7 +53,10 @@ def symbolic(symbols: str, dtype: str = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*export.symbolic_shape(symbols), 64), dtype)
 
 
-@pytest.mark.parametrize("changes", [{}, {"recipe": "bf16", "prob_in": "combine", "shared_hidden_dim": 32}], ids=str)
+WITH_SHARED = {"recipe": "bf16", "router": RouterConfig(2, prob_in="combine"), "shared": SharedExpert(32)}
+
+
+@pytest.mark.parametrize("changes", [{}, WITH_SHARED], ids=["default", "shared"])
 def test_one_program_for_every_number_of_tokens(changes: dict) -> None:
     """Forward and gradients of the layer, with the bytes of the program of a number."""
     config = dataclasses.replace(CONFIG, **changes)

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, moe, quantize_weights
+from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, quantize_weights
 
 from ...compare import sqnr_db
 from ..references import normal
 
 TOKENS, DIM = 100, 64
-CONFIG = MoEConfig(DIM, 128, num_experts=8, top_k=2, recipe="bf16")
-WITH_ALL = dataclasses.replace(CONFIG, bias=True, router_bias=True, shared_hidden_dim=64)
+CONFIG = MoEConfig(DIM, 128, num_experts=8, router=RouterConfig(top_k=2), recipe="bf16")
+WITH_ALL = dataclasses.replace(CONFIG, bias=True, router=RouterConfig(2, bias=True), shared=SharedExpert(64))
 X = normal(TOKENS, DIM, dtype="float32")
 BOTH = P(("data", "expert"))
 

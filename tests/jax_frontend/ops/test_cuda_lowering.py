@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
-from mxep.jax_frontend import capabilities, force_implementation, grouped_mm, lower_for, moe, ops
+from mxep.jax_frontend import RouterConfig, capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
 from ...samples import sample
 
@@ -267,7 +267,7 @@ def test_what_runs_and_why_the_rest_does_not() -> None:
     ("sm_90", "grouped_mm_fold", "grouped_mm_mx"), ("sm_100", "grouped_mm_mx", "grouped_mm_fold"),
 ])  # fmt: skip
 def test_the_gradient_of_the_layer_is_our_kernels_and_folds_on_hopper(arch: str, product: str, other: str) -> None:
-    config = moe.MoEConfig(64, 96, num_experts=4, top_k=2, recipe="mxfp8_wgrad_with_hp")
+    config = moe.MoEConfig(64, 96, num_experts=4, router=RouterConfig(top_k=2), recipe="mxfp8_wgrad_with_hp")
     spec = {"router": PartitionSpec(), "experts": PartitionSpec("ep")}
     layer = jax.shard_map(
         lambda params, x: moe.apply(params, x, config, axis_name="ep")[0],

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import (
     MoEConfig,
     MXArray,
+    RouterConfig,
     grouped_mm,
     grouped_swiglu_ffn,
     moe,
@@ -28,7 +29,7 @@ M, D = 32, 32
 X, W = normal(M, D, dtype="float32"), normal(1, D, D, seed=1, dtype="float32")
 ENDS, SLOTS, ORDER = jnp.array([M], jnp.int32), jnp.arange(M).reshape(M, 1), jnp.arange(M)
 EXCHANGE = plan_exchange(ENDS, None, num_rows=M)
-CONFIG = MoEConfig(D, D, num_experts=2, top_k=1)
+CONFIG = MoEConfig(D, D, num_experts=2, router=RouterConfig(top_k=1))
 PARAMS = moe.init(jax.random.key(0), CONFIG)
 FUNCTIONS = {
     "MXArray.quantize": lambda x: MXArray.quantize(x).dequantize(),

@@ -31,7 +31,7 @@ def test_fused_is_composed(compute: str) -> None:
     options = {"recipe": Recipe.parse("mxfp8", compute=compute), "pad_token_groups": False}
 
     def fused(x, w1, w3, w2, b1, b3, b2):
-        return grouped_swiglu_ffn(x, w1, w3, w2, ENDS, b1=b1, b3=b3, b2=b2, activation=CLAMPED, **options)
+        return grouped_swiglu_ffn(x, w1, w3, w2, ENDS, biases=(b1, b3, b2), activation=CLAMPED, **options)
 
     def composed(x, w1, w3, w2, b1, b3, b2):
         mm = partial(grouped_mm, group_ends=ENDS, **options)
@@ -57,8 +57,7 @@ def test_padding_rows_do_not_count_without_a_weight_either() -> None:
     ends = jnp.array([33, 33, 100], jnp.int32)
 
     def ffn(x, w1, w3, w2, b1, b3, b2, prob=None):
-        biases = {"b1": 10 * b1, "b3": 10 * b3, "b2": b2}
-        return grouped_swiglu_ffn(x, w1, w3, w2, ends, prob, **biases)
+        return grouped_swiglu_ffn(x, w1, w3, w2, ends, prob, biases=(10 * b1, 10 * b3, b2))
 
     arguments = X[:100], W1, W3, W2, *BIASES
     got, want = results(ffn, DY[:100], *arguments), results(ffn, DY[:100], *arguments, jnp.ones(100))
@@ -69,9 +68,10 @@ def test_padding_rows_do_not_count_without_a_weight_either() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"b1": B1.astype("float16")}, TypeError, "b1: got dtype float16"),
-        ({"b2": B1}, ValueError, r"b2: got shape \(3, 96\); allowed: \(64,\) or \(3, 64\)"),
-        ({"b3": 1.0}, TypeError, "b3: got float"),
+        ({"biases": (B1.astype("float16"), None, None)}, TypeError, "b1: got dtype float16"),
+        ({"biases": (None, None, B1)}, ValueError, r"b2: got shape \(3, 96\); allowed: \(64,\) or \(3, 64\)"),
+        ({"biases": (None, 1.0, None)}, TypeError, "b3: got float"),
+        ({"biases": (None, None)}, TypeError, "biases: got 2 items; allowed: None, or a tuple"),
         ({"activation": "gelu"}, TypeError, "activation: got 'gelu'; allowed: a SwiGLU"),
     ],
 )

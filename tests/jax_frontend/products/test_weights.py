@@ -13,6 +13,7 @@ from mxep.core_kernels.formats import WEIGHT_HEADROOM
 from mxep.jax_frontend import (
     MoEConfig,
     Recipe,
+    RouterConfig,
     grouped_mm,
     grouped_swiglu_ffn,
     lower_for,
@@ -282,7 +283,7 @@ def test_a_scan_over_layers_takes_them_stacked() -> None:
     same(jax.jit(jax.grad(partial(layers, cached=cached)))(w), jax.jit(jax.grad(layers))(w))
 
 
-CONFIG = MoEConfig(D, F, num_experts=4, top_k=2)
+CONFIG = MoEConfig(D, F, num_experts=4, router=RouterConfig(top_k=2))
 
 
 @pytest.mark.parametrize("capacity", [None, 100])
@@ -321,7 +322,7 @@ def for_hopper():
         (lambda: ffn(X, CACHED | {"w2": CACHED["w1"]}, "mxfp8"), ValueError, "w2: got shape"),
         (lambda: ragged_dot_mxfp8(X, FOLDED["w2"], ENDS), ValueError, "ragged_dot_mxfp8: rhs: got .* 'fold'"),
         (
-            lambda: moe.apply({"router": jnp.ones((3, D)), "experts": FOLDED}, X, MoEConfig(D, F, 3, 2)),
+            lambda: moe.apply({"router": jnp.ones((3, D)), "experts": FOLDED}, X, MoEConfig(D, F, 3, RouterConfig(2))),
             ValueError, "params 'w1': got .* form 'fold' .*as recipe 'mxfp8' multiplies here",
         ),
         (lambda: CACHED["w1"].with_values(PARAMS["w2"]), ValueError, r"values: got shape .*allowed: \(3, 96, 64\)"),

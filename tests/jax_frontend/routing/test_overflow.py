@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import MoEConfig, combine, dispatch, dispatch_probs, moe
 
 from ...compare import same_bytes
+from ...layer_options import layer_options
 from ..references import normal
 
 RANKS, TOKENS, DIM, EXPERTS, TOP_K, CAPACITY = 2, 24, 32, 8, 3, 32
@@ -24,7 +25,7 @@ WEIGHTS = jnp.asarray(RNG.integers(1, 64, CHOSEN.shape).astype(np.float32) / 64)
 
 
 def config(**changes: Any) -> MoEConfig:
-    return MoEConfig(DIM, 64, num_experts=EXPERTS, top_k=TOP_K, **changes)
+    return MoEConfig(DIM, 64, EXPERTS, **layer_options(TOP_K, **changes))
 
 
 PARAMS = moe.init(jax.random.key(0), config())

@@ -10,17 +10,19 @@ from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
-from mxep.jax_frontend import MoEConfig, moe, route, update_selection_bias
+from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, route, update_selection_bias
 from mxep.jax_frontend.routing.router import tokens_and_logits
 
 from ... import routed_layers
 from ...compare import gemm_bound, sqnr_db
+from ...layer_options import layer_options
 from ...routed_layers import DIM, EXPERTS, HIDDEN, LAYERS, SHARED, TOP_K
 from ..references import normal
 
 
 def config(recipe: str = "bf16", **options) -> MoEConfig:
-    return MoEConfig(DIM, HIDDEN, EXPERTS, TOP_K, recipe=recipe, **options)
+    sizes = {"dim": DIM, "hidden_dim": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K}
+    return MoEConfig(**layer_options(**{"recipe": recipe, **sizes, **options}))
 
 
 def tree(case: routed_layers.RoutedLayer) -> dict:
@@ -44,7 +46,7 @@ def run(params, x, layer_config, bias, dy):
 def test_a_layer_with_options_is_its_definition(name: str) -> None:
     """In bf16, with the limits of tests/torch_frontend/routing/test_router.py."""
     case = LAYERS[name]
-    options = config(shared_hidden_dim=SHARED, **case.options)
+    options = config(shared=SharedExpert(SHARED), selection_bias=len(case.bias) > 0, **case.options)
     bias = jnp.asarray(case.bias) if len(case.bias) else None
     got, want = run(tree(case), case.x, options, bias, case.dy), case.expected()
     assert got.keys() == want.keys()
@@ -57,7 +59,7 @@ def test_a_shared_expert_on_two_devices() -> None:
     """Its gradient is the sum over the devices, in another order of additions: measured 143.2 dB, of the router
     139.4, less 10."""
     case = LAYERS["as_it_is"]
-    options = config(shared_hidden_dim=SHARED, **case.options)
+    options = config(shared=SharedExpert(SHARED), selection_bias=len(case.bias) > 0, **case.options)
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
     specs = {"router": P(), "experts": P("ep"), "shared_expert": P()}
     one_rank = partial(moe.apply, config=options, axis_name="ep", selection_bias=jnp.asarray(case.bias))
@@ -79,7 +81,7 @@ def test_the_gradient_of_weights_and_shares() -> None:
     logits, dweights, dshares = (normal(*s, seed=i, dtype="float32") for i, s in enumerate([(40, 12), (40, 3), (12,)]))
 
     def loss(logits):
-        _, weights, shares = route(logits, 3, score_func="sigmoid", route_scale=1.5)
+        _, weights, shares = route(logits, RouterConfig(3, score_func="sigmoid", route_scale=1.5))
         return (weights * dweights).sum() + (shares * dshares).sum()
 
     options = choice.Choice(3, "sigmoid", route_scale=1.5)
@@ -175,29 +177,37 @@ def layer(**arguments) -> object:
 @pytest.mark.parametrize(
     ("error", "message", "run"),
     [
-        (TypeError, r"route: logits: got dtype int32", lambda: route(LOGITS.astype(jnp.int32), 2)),
-        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, 9)),
-        (ValueError, r"route: score_func: got 'relu'", lambda: route(LOGITS, 2, score_func="relu")),
-        (ValueError, r"route: route_scale: got nan", lambda: route(LOGITS, 2, route_scale=float("nan"))),
+        (TypeError, r"route: logits: got dtype int32", lambda: route(LOGITS.astype(jnp.int32), RouterConfig(2))),
+        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, RouterConfig(9))),
+        (TypeError, r"route: router: got 2; allowed: a RouterConfig, such as RouterConfig\(top_k=2\)",
+         lambda: route(LOGITS, 2)),
+        (ValueError, r"route: selection_bias: got None; allowed: an array",
+         lambda: route(LOGITS, RouterConfig(2, selection_bias=True))),
+        (ValueError, r"RouterConfig: score_func: got 'relu'", lambda: RouterConfig(2, score_func="relu")),
+        (ValueError, r"RouterConfig: route_scale: got nan", lambda: RouterConfig(2, route_scale=float("nan"))),
         (ValueError, r"route: selection_bias: got shape \(7,\)",
-         lambda: route(LOGITS, 2, selection_bias=LOGITS[0, :7])),
+         lambda: route(LOGITS, RouterConfig(2), selection_bias=LOGITS[0, :7])),
         (ValueError, r"MoEConfig: num_groups: got 3", lambda: config(num_groups=3)),
-        (TypeError, r"MoEConfig: num_groups: got 2.0; allowed: an int", lambda: config(num_groups=2.0)),
-        (ValueError, r"MoEConfig: shared_hidden_dim: got 40", lambda: config(shared_hidden_dim=40)),
-        (ValueError, rf"MoEConfig: shared_hidden_dim: got {2**31}", lambda: config(shared_hidden_dim=2**31)),
-        (ValueError, rf"MoEConfig: dim: got {2**63}; allowed: .* below 2\^31", lambda: MoEConfig(2**63, 32, 2, 1)),
-        (ValueError, rf"MoEConfig: hidden_dim: got {2**31}; allowed: .*", lambda: MoEConfig(32, 2**31, 2, 1)),
-        (ValueError, rf"MoEConfig: num_experts: got {2**31}; allowed: 1 to", lambda: MoEConfig(32, 32, 2**31, 1)),
+        (TypeError, r"RouterConfig: num_groups: got 2.0; allowed: an int", lambda: config(num_groups=2.0)),
+        (ValueError, r"SharedExpert: hidden_dim: got 40", lambda: SharedExpert(40)),
+        (ValueError, rf"SharedExpert: hidden_dim: got {2**31}", lambda: SharedExpert(2**31)),
+        (ValueError, rf"MoEConfig: dim: got {2**63}; allowed: .* below 2\^31", lambda: config(dim=2**63)),
+        (ValueError, rf"MoEConfig: hidden_dim: got {2**31}; allowed: .*", lambda: config(hidden_dim=2**31)),
+        (ValueError, rf"MoEConfig: num_experts: got {2**31}; allowed: 1 to", lambda: config(num_experts=2**31)),
         (ValueError, rf"MoEConfig: capacity: got {2**31}; allowed: 1 to .*, or None", lambda: config(capacity=2**31)),
-        (TypeError, r"MoEConfig: router_bias: got int", lambda: config(router_bias=1)),
+        (TypeError, r"RouterConfig: bias: got 1", lambda: RouterConfig(2, bias=1)),
         (ValueError, r"moe.apply: params: got no 'shared_expert'",
          lambda: moe.apply(moe.init(jax.random.key(0), config()), LOGITS[:, :1] + jnp.zeros((3, DIM)),
-                           config(shared_hidden_dim=32))),
+                           config(shared=SharedExpert(32)))),
         (ValueError, r"moe.apply: weights: got None; allowed: an array with experts", lambda: layer(experts=IDS)),
         (ValueError, r"moe.apply: experts: got shape \(2, 2\)", lambda: layer(experts=IDS[:2], weights=ONES)),
         (ValueError, r"(?s)moe.apply: experts: got .*; allowed: 0 to 7", lambda: layer(experts=8 * IDS, weights=ONES)),
         (ValueError, r"moe.apply: selection_bias: got an array; allowed: None with experts",
          lambda: layer(experts=IDS, weights=ONES, selection_bias=LOGITS[0])),
+        (ValueError, r"moe.apply: selection_bias: got an array; allowed: None, or RouterConfig\(selection_bias=True\)",
+         lambda: layer(selection_bias=LOGITS[0])),
+        (ValueError, r"moe.apply: selection_bias: got None; allowed: an array",
+         lambda: moe.apply(moe.init(jax.random.key(0), config()), jnp.zeros((3, DIM)), config(selection_bias=True))),
         (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
          lambda: update_selection_bias(jnp.zeros(3), jnp.ones(2, int), 0.1)),
         (ValueError, r"update_selection_bias: counts: got \[ 3 -1\]; allowed: counts of at least 0",

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,12 @@ from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.core_kernels.swiglu.activation import SwiGLU
 from mxep.torch_frontend import (
     Collectives,
+    ExpertParallel,
     GroupedExperts,
     MoE,
-    MXFP8ExpertParallel,
     MXTensor,
+    RouterConfig,
+    SharedExpert,
     TokenReplicas,
     sort_by_expert,
 )
@@ -42,6 +45,8 @@ from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+
+from ...layer_options import layer_options
 
 RANK, RANKS, E, D = int(sys.argv[1]), 2, 4, 64
 BACKEND = sys.argv[4]
@@ -108,8 +113,8 @@ def ranks_of_a_layer_that_differ() -> None:
 
     def layer(**of_style: Any) -> MoE:
         torch.manual_seed(0)
-        moe = MoE(D, 96, E, 2, device=DEVICE, router_bias=True)
-        return parallelize_module(moe, mesh, MXFP8ExpertParallel(**of_style))
+        moe = MoE(D, 96, E, RouterConfig(2, bias=True), device=DEVICE)
+        return parallelize_module(moe, mesh, ExpertParallel(**of_style))
 
     def differs(moe: MoE, name: str, here: object, there: object, *call: Tensor) -> None:
         words = f"dispatch: {name}: got {{}} on rank {{}}; allowed: {{}}, as here"
@@ -126,9 +131,9 @@ def ranks_of_a_layer_that_differ() -> None:
         assert moe(x, *((chosen[:, :1], weights[:, :1]) if RANK == 0 else (chosen, weights)))[0].isfinite().all()
         differs(moe, "routing", "the caller", "the router", *((chosen, weights) if RANK == 0 else ()))
         if RANK == 0:
-            moe.prob_in = "combine"
+            moe.router_config = replace(moe.router_config, prob_in="combine")
         differs(moe, "prob_in", "combine", "swiglu")
-        moe.prob_in = "swiglu"
+        moe.router_config = replace(moe.router_config, prob_in="swiglu")
         if RANK == 0:
             moe.experts.recipe = RECIPES["bf16"]
         raises("dispatch: recipe: got name='mxfp8'", "dispatch: recipe: got name='bf16'", lambda moe=moe: moe(x))
@@ -138,7 +143,7 @@ def ranks_of_a_layer_that_differ() -> None:
         differs(moe, "parameters", everything.removeprefix("router.weight, "), everything)
         moe.router.weight.requires_grad_()
         bias, moe.router.bias = moe.router.bias, None if RANK == 0 else moe.router.bias
-        differs(moe, "router_bias", False, True)
+        differs(moe, "router.bias", False, True)
         moe.router.bias = bias
         moe(x)[0].sum().backward()
 
@@ -239,65 +244,73 @@ class OwnForward(GroupedExperts):
 
 
 def bad_arguments_of_parallel_experts() -> None:
-    mesh, style = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("ep",)), MXFP8ExpertParallel(gradients="sum")
+    mesh, style = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("ep",)), ExpertParallel(gradients="sum")
     for module, told in (
         (nn.Sequential(nn.Linear(D, D)), "a Sequential with parameters of submodules alone"),
         (nn.Linear(D, D, bias=False), "a Linear with parameters weight"),
-        (nn.ModuleDict({"moe": MoE(D, 96, E, 1)}), "a ModuleDict with parameters of submodules alone.*; here 'moe'$"),
+        (
+            nn.ModuleDict({"moe": MoE(D, 96, E, RouterConfig(1))}),
+            "a ModuleDict with parameters of submodules alone.*; here 'moe'$",
+        ),
     ):
-        for chosen in (style, MXFP8ExpertParallel()):
-            with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: module: got {told}"):
+        for chosen in (style, ExpertParallel()):
+            with pytest.raises(ValueError, match=f"ExpertParallel: module: got {told}"):
                 parallelize_module(module, mesh, chosen)
     with pytest.raises(ValueError, match=r"gradients: got 'mean'; allowed: gradients='sum' for a Experts"):
-        parallelize_module(Experts(), mesh, MXFP8ExpertParallel())
+        parallelize_module(Experts(), mesh, ExpertParallel())
     module = nn.Linear(D, D) if RANK == 0 else Experts()
     raises("module: got a Linear with parameters weight", "module: got bad arguments on rank 0; allowed: valid",
            lambda: parallelize_module(module, mesh, style))  # fmt: skip
-    module = MoE(D, 96, E if RANK == 0 else 2 * E, 1)
+    module = MoE(D, 96, E if RANK == 0 else 2 * E, RouterConfig(1))
     raises("parameters: got w1 (8, 96, 64)", "parameters: got w1 (4, 96, 64)",
-           lambda: parallelize_module(module, mesh, MXFP8ExpertParallel()))  # fmt: skip
-    module = MoE(D, 96, E, 1, recipe="bf16" if RANK == 0 else "mxfp8")
+           lambda: parallelize_module(module, mesh, ExpertParallel()))  # fmt: skip
+    module = MoE(D, 96, E, RouterConfig(1), recipe="bf16" if RANK == 0 else "mxfp8")
     raises("recipe: got name='mxfp8', operands=", "recipe: got name='bf16', operands=",
-           lambda: parallelize_module(module, mesh, MXFP8ExpertParallel()))  # fmt: skip
+           lambda: parallelize_module(module, mesh, ExpertParallel()))  # fmt: skip
     router, w1 = "other parameters: got router.weight (4, 64) torch.float32", "parameters: got w1 (4, 96, 64) torch."
     for option, ours, theirs, of_ours, of_theirs in (
         ("prob_in", "combine", "swiglu", "prob_in: got combine", "prob_in: got swiglu"),
         ("activation", SwiGLU(limit=7.0), SwiGLU(), "activation: got limit=7.0", "activation: got limit=None"),
         ("dtype", torch.bfloat16, torch.float32, w1 + "bfloat16", w1 + "float32"),
         ("router_bias", True, False, f"{router}, router.bias (4,) torch.float32 on", f"{router} on"),
-        ("shared_hidden_dim", 32, None, f"{router}, shared_expert.w1 (1, 32, 64)", f"{router} on"),
+        ("shared", SharedExpert(32), None, f"{router}, shared_expert.w1 (1, 32, 64)", f"{router} on"),
     ):
-        mine = MoE(D, 96, E, 1, **{option: ours if RANK == 0 else theirs})  # type: ignore[arg-type]
-        raises(of_theirs, of_ours, lambda mine=mine: parallelize_module(mine, mesh, MXFP8ExpertParallel()))
+        mine = MoE(D, 96, E, **layer_options(1, **{option: ours if RANK == 0 else theirs}))  # type: ignore[arg-type]
+        raises(of_theirs, of_ours, lambda mine=mine: parallelize_module(mine, mesh, ExpertParallel()))
     transports = Collectives(mesh.get_group()), Collectives(mesh.get_group(), chunk_bytes=1)
     for ours, theirs in ((transports[0], None), transports):
         shown = ["None" if t is None else f"Collectives(chunk_bytes={t.chunk_bytes})" for t in (theirs, ours)]
-        style = MXFP8ExpertParallel(transport=ours if RANK == 0 else theirs)
+        style = ExpertParallel(transport=ours if RANK == 0 else theirs)
         raises(*(f"transport: got {t} on rank" for t in shown),
-               lambda style=style: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
-    style = MXFP8ExpertParallel(deduplicate="both" if RANK == 0 else "dispatch")
+               lambda style=style: parallelize_module(MoE(D, 96, E, RouterConfig(1)), mesh, style))  # fmt: skip
+    style = ExpertParallel(deduplicate="both" if RANK == 0 else "dispatch")
     raises("deduplicate: got dispatch on rank 1", "deduplicate: got both on rank 0",
-           lambda: parallelize_module(MoE(D, 96, E, 1), mesh, style))  # fmt: skip
+           lambda: parallelize_module(MoE(D, 96, E, RouterConfig(1)), mesh, style))  # fmt: skip
     for words, module, options in (
-        ("got 'dispatch'; allowed: None with a transport", MoE(D, 96, E, 1), {"transport": transports[0]}),
-        ("got 'dispatch'; allowed: None with prob_in='input'", MoE(D, 96, E, 1, prob_in="input"), {}),
+        (
+            "got 'dispatch'; allowed: None with a transport",
+            MoE(D, 96, E, RouterConfig(1)),
+            {"transport": transports[0]},
+        ),
+        ("got 'dispatch'; allowed: None with prob_in='input'", MoE(D, 96, E, RouterConfig(1, prob_in="input")), {}),
     ):
-        with pytest.raises(ValueError, match=f"MXFP8ExpertParallel: deduplicate: {words}"):
-            parallelize_module(module, mesh, MXFP8ExpertParallel(deduplicate="dispatch", **options))
-    moe = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel(transport=transports[0]))
+        with pytest.raises(ValueError, match=f"ExpertParallel: deduplicate: {words}"):
+            parallelize_module(module, mesh, ExpertParallel(deduplicate="dispatch", **options))
+    moe = parallelize_module(MoE(D, 96, E, RouterConfig(1)).to(DEVICE), mesh, ExpertParallel(transport=transports[0]))
     moe.experts.__class__ = OwnForward
     with pytest.raises(TypeError, match="MoE: experts: got a forward of their own; allowed: the forward of GroupedEx"):
         moe(X)
     with pytest.raises(ValueError, match=r"deduplicate: got 'twice'; allowed: None, 'dispatch', 'both'"):
-        MXFP8ExpertParallel(deduplicate="twice")  # type: ignore[arg-type]
-    once = parallelize_module(MoE(D, 96, E, 2).to(DEVICE), mesh, MXFP8ExpertParallel(deduplicate="dispatch"))
+        ExpertParallel(deduplicate="twice")  # type: ignore[arg-type]
+    once = parallelize_module(MoE(D, 96, E, RouterConfig(2)).to(DEVICE), mesh, ExpertParallel(deduplicate="dispatch"))
     for error, x in ((TypeError, X.half()), (ValueError, X[:, :32])):
         raises("MoE: x: got", "counts: got -1 from rank 0", lambda x=x: once(X if RANK else x), error)
     once(X)
-    style = MXFP8ExpertParallel(gradients="sum")
+    style = ExpertParallel(gradients="sum")
     meaning = "sum" if RANK == 0 else "mean"
     raises("gradients: got mean on rank 1", "gradients: got sum on rank 0",
-           lambda: parallelize_module(MoE(D, 96, E, 1), mesh, MXFP8ExpertParallel(gradients=meaning)))  # fmt: skip
+           lambda: parallelize_module(MoE(D, 96, E, RouterConfig(1)), mesh,
+                                      ExpertParallel(gradients=meaning)))  # fmt: skip
     experts = parallelize_module(Experts().to(DEVICE), mesh, style)
     with pytest.raises(TypeError, match=r"module: got called with 1 arguments; allowed: \(rows, counts\)"):
         experts(X)
@@ -306,7 +319,7 @@ def bad_arguments_of_parallel_experts() -> None:
         raises("dispatch: counts: got", told, lambda c=counts: experts(X, COUNTS if RANK else c), error)
     weights = torch.ones(6, device=DEVICE, dtype=torch.float32 if RANK else torch.bfloat16)
     raises("probs: got dtype torch.bfloat16", told, lambda: experts(X, COUNTS, weights), TypeError)
-    layer = parallelize_module(MoE(D, 96, E, 1).to(DEVICE), mesh, MXFP8ExpertParallel())
+    layer = parallelize_module(MoE(D, 96, E, RouterConfig(1)).to(DEVICE), mesh, ExpertParallel())
     for error, x in ((TypeError, X.half()), (ValueError, X[:, :32]), (TypeError, None)):
         raises("MoE: x: got", told, lambda x=x: layer(X if RANK else x), error)
     layer(X)

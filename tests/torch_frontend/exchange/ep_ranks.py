@@ -17,7 +17,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import Collectives, CopyEngines, MoE, MXFP8ExpertParallel, MXTensor, dispatch
+from mxep.torch_frontend import (
+    Collectives,
+    CopyEngines,
+    ExpertParallel,
+    MoE,
+    MXTensor,
+    RouterConfig,
+    SharedExpert,
+    dispatch,
+)
 from mxep.torch_frontend.exchange.route import Route
 from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -36,6 +45,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from ...layer_options import layer_options
 from ..forked import fork_ranks
 from ..integrations import ep_torchao
 from ..layer import ep_training, ep_tutorial, ep_weights
@@ -63,9 +73,9 @@ def parallel_layer(
     ep: int, recipe: Recipe | str = "mxfp8_wgrad_with_hp", seed: int = 0, transport=None, deduplicate=None, **options
 ) -> tuple[MoE, DeviceMesh]:
     torch.manual_seed(seed)
-    moe, mesh = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options), mesh_of(ep)
+    moe, mesh = MoE(D, HIDDEN, E, recipe=recipe, **layer_options(TOP_K, **options)), mesh_of(ep)
     carried = None if transport is None else transport(mesh.get_group())
-    style = MXFP8ExpertParallel(gradients="sum", transport=carried, deduplicate=deduplicate)
+    style = ExpertParallel(gradients="sum", transport=carried, deduplicate=deduplicate)
     parallelize_module(moe.experts, mesh, style)
     return moe, mesh
 
@@ -86,7 +96,7 @@ def equal_to_dense(ep: int, run: str, prob_in) -> None:
     """Tokens distributed over the ranks give the answer and the gradients of one process with all tokens."""
     recipe = RUNS[run]
     torch.manual_seed(0)
-    dense = MoE(D, HIDDEN, E, TOP_K, recipe=recipe, prob_in=prob_in)
+    dense = MoE(D, HIDDEN, E, RouterConfig(TOP_K, prob_in=prob_in), recipe=recipe)
     moe, mesh = parallel_layer(ep, recipe, prob_in=prob_in)
     x, dy = batch().requires_grad_(), batch(2)
     mine = slice(mesh.get_local_rank() * TOKENS // ep, (mesh.get_local_rank() + 1) * TOKENS // ep)
@@ -125,7 +135,7 @@ def reload_between_degrees() -> None:
         assert all(torch.equal(again[name], state[name]) for name in state)
         results.append(moe(x)[0])
         state = again
-    alone = MoE(D, HIDDEN, E, TOP_K)
+    alone = MoE(D, HIDDEN, E, RouterConfig(TOP_K))
     alone.load_state_dict(state)
     results.append(alone(x)[0])
     for result in results[1:]:
@@ -197,9 +207,9 @@ def a_token_is_quantized_once() -> None:
 
 def several_layers_and_recomputation() -> None:
     """Two layers under one style object, a failed call in between, and activation checkpointing."""
-    mesh, style = mesh_of(2), MXFP8ExpertParallel()
+    mesh, style = mesh_of(2), ExpertParallel()
     torch.manual_seed(0)
-    layers = [MoE(D, HIDDEN, E, TOP_K), MoE(D, HIDDEN, E, 1)]
+    layers = [MoE(D, HIDDEN, E, RouterConfig(TOP_K)), MoE(D, HIDDEN, E, RouterConfig(1))]
     for moe in layers:
         parallelize_module(moe.experts, mesh, style)
     x = batch()[RANK * 8 : RANK * 8 + 8]
@@ -261,21 +271,21 @@ def bad_input() -> None:
     raises(ValueError, "allowed: (M, K) with K a multiple of 32", lambda: send(x[:, :40], fair, fair, name))
     raises(TypeError, "input: got an MXTensor", lambda: send(MXTensor.quantize(x), fair, fair, name))
     torch.manual_seed(0)
-    odd = MoE(D, HIDDEN, 6, TOP_K)
+    odd = MoE(D, HIDDEN, 6, RouterConfig(TOP_K))
     raises(ValueError, "w1: got 6 experts; allowed: a number of experts that the mesh of 4 ranks divides",
-           lambda: parallelize_module(odd.experts, mesh, MXFP8ExpertParallel()))  # fmt: skip
+           lambda: parallelize_module(odd.experts, mesh, ExpertParallel()))  # fmt: skip
     assert not isinstance(odd.experts.w1, DTensor)
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    raises(ValueError, "device_mesh: got 2 dims", lambda: MXFP8ExpertParallel()._apply(odd.experts, grid))
-    raises(ValueError, "recipe", lambda: MXFP8ExpertParallel("bf16")._apply(odd.experts, mesh))
-    style = MXFP8ExpertParallel(transport=Collectives(), gradients="sum")
+    raises(ValueError, "device_mesh: got 2 dims", lambda: ExpertParallel()._apply(odd.experts, grid))
+    raises(ValueError, "recipe", lambda: ExpertParallel("bf16")._apply(odd.experts, mesh))
+    style = ExpertParallel(transport=Collectives(), gradients="sum")
     halves = mesh_of(2)
     raises(ValueError, "transport: got one of group", lambda: style._apply(odd.experts, halves))
     raises(ValueError, "transport: got", lambda: style._apply(nn.Bilinear(4, 4, 4), mesh))
     raises(NotImplementedError, "CopyEngines: group: got no CUDA", lambda: CopyEngines(mesh.get_group()))
-    raises(ValueError, "recipe: got 'fp4'", lambda: MXFP8ExpertParallel("fp4"))
+    raises(ValueError, "recipe: got 'fp4'", lambda: ExpertParallel("fp4"))
     moe, _ = parallel_layer(4)
-    raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, MXFP8ExpertParallel()))
+    raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, ExpertParallel()))
     rows = x.bfloat16()
     raises(
         ValueError, "padded_counts: got shape (3,); allowed: (2,)", lambda: moe.experts(rows, torch.tensor([4, 4, 0]))
@@ -302,24 +312,24 @@ def other_styles() -> None:
     mesh, x = mesh_of(2), batch()[:8]
     plans = {
         "MoE: parameters: got a DTensor (8, 64) with (Shard(dim=0),)": {
-            "router": ColwiseParallel(), "experts": MXFP8ExpertParallel(),
+            "router": ColwiseParallel(), "experts": ExpertParallel(),
         },
         "MoE: parameters: got a DTensor (8, 64) with (Shard(dim=1),)": {"router": RowwiseParallel()},
         "GroupedExperts: parameters: got a DTensor (8, 96, 64) with (Shard(dim=0),)": {"experts": SplitExperts(0)},
         "MoE: parameters: got a DTensor (1, 64, 64) with (Shard(dim=1),)": {"shared_expert": SplitExperts(1)},
     }  # fmt: skip
     for words, plan in plans.items():
-        moe = parallelize_module(MoE(D, HIDDEN, E, TOP_K, shared_hidden_dim=64), mesh, plan)
+        moe = parallelize_module(MoE(D, HIDDEN, E, RouterConfig(TOP_K), shared=SharedExpert(64)), mesh, plan)
         raises(TypeError, f"{words} of another style; allowed: plain tensors, or parallelize_module(", partial(moe, x))
-    moe = MoE(D, HIDDEN, E, TOP_K)
+    moe = MoE(D, HIDDEN, E, RouterConfig(TOP_K))
     raises(
         TypeError,
         "MoE: x: got a DTensor; allowed: this rank's tensor",
         lambda: moe(distribute_tensor(x, mesh, [Replicate()])),
     )
-    moe = fully_shard(MoE(D, HIDDEN, E, TOP_K), mesh=mesh)
+    moe = fully_shard(MoE(D, HIDDEN, E, RouterConfig(TOP_K)), mesh=mesh)
     raises(ValueError, "module: got w1 as a DTensor; allowed: plain parameters; apply this style first",
-           lambda: parallelize_module(moe, mesh, MXFP8ExpertParallel()))  # fmt: skip
+           lambda: parallelize_module(moe, mesh, ExpertParallel()))  # fmt: skip
 
 
 def group_that_is_gone() -> None:
@@ -328,8 +338,8 @@ def group_that_is_gone() -> None:
     if RANK >= 2:
         return
     mesh = DeviceMesh.from_group(group, "cpu")
-    styles = MXFP8ExpertParallel(), MXFP8ExpertParallel(transport=Collectives(group))
-    layers = [parallelize_module(MoE(D, HIDDEN, E, TOP_K), mesh, style) for style in styles]
+    styles = ExpertParallel(), ExpertParallel(transport=Collectives(group))
+    layers = [parallelize_module(MoE(D, HIDDEN, E, RouterConfig(TOP_K)), mesh, style) for style in styles]
     dist.destroy_process_group(group)
     for moe in layers:
         words = f"MoE: group: got '{group.group_name}', which has been destroyed; allowed: a group that exists"

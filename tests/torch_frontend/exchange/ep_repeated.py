@@ -4,7 +4,7 @@ from itertools import product
 
 import torch
 from mxep.core_kernels.policy.deduplicate import CHOICES
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -21,13 +21,13 @@ OVER_RANKS = [(p, r) for p, r in product(("combine", "swiglu", "input"), CHOICES
 
 def same_as_two_experts(mesh: DeviceMesh | None, prob_in, deduplicate, recipe: str) -> None:
     torch.manual_seed(0)
-    moe = MoE(D, 96, E, 2, recipe=recipe, prob_in=prob_in, bias=True)
+    moe = MoE(D, 96, E, RouterConfig(2, prob_in=prob_in), recipe=recipe, bias=True)
     with torch.no_grad():
         for w in moe.experts.parameters():
             w += torch.randn(w.shape) / 8  # biases too
             w[1], w[5] = w[0], w[4]
     if mesh is not None:
-        parallelize_module(moe.experts, mesh, MXFP8ExpertParallel(deduplicate=deduplicate, gradients="sum"))
+        parallelize_module(moe.experts, mesh, ExpertParallel(deduplicate=deduplicate, gradients="sum"))
     once, again = (step(moe, choice, mesh.get_local_rank() if mesh else 0) for choice in (TWICE, COPIED))
     assert torch.equal(once["counts"][APART], again["counts"][APART])
     assert once["counts"][[0, 4]].equal(again["counts"][[0, 4]] + again["counts"][[1, 5]])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel
+from mxep.torch_frontend import Collectives, ExpertParallel, MoE, RouterConfig
 from mxep.torch_frontend.overlap.local_experts import FFNExperts
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -51,8 +51,8 @@ def failing(where: str, chunk: int) -> Iterator[None]:
 
 def layer(mesh: DeviceMesh, transport: Any) -> MoE:
     torch.manual_seed(0)
-    moe = MoE(D, F, E, TOP_K, device=mesh.device_type)
-    return parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=transport))
+    moe = MoE(D, F, E, RouterConfig(TOP_K), device=mesh.device_type)
+    return parallelize_module(moe, mesh, ExpertParallel(transport=transport))
 
 
 def step(moe: MoE, seed: int, rank: int) -> list[Tensor]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import MXFP8ExpertParallel, MXTensor
+from mxep.torch_frontend import ExpertParallel, MXTensor
 from mxep.torch_frontend.exchange.route import Route
 from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -135,7 +135,7 @@ def mesh_of_one() -> Iterator[DeviceMesh]:
 
 
 class Experts(nn.Module):
-    """A module of another package, which can fail; the hooks of MXFP8ExpertParallel carry its rows."""
+    """A module of another package, which can fail; the hooks of ExpertParallel carry its rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Experts(nn.Module):
 def test_a_forward_that_fails_keeps_no_route(mesh_of_one: DeviceMesh) -> None:
     """A training that skips such a batch would keep the maps of every one."""
     experts = Experts()
-    parallelize_module(experts, mesh_of_one, MXFP8ExpertParallel("bf16", gradients="sum"))
+    parallelize_module(experts, mesh_of_one, ExpertParallel("bf16", gradients="sum"))
     rows, counts = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor([4, 2])
     for fails in (False, True, True, False):
         experts.fails = fails

@@ -79,3 +79,9 @@ def unpacked(**given: Any) -> tuple[Tensor, ...]:
 
 def packed(interleaved: Any, transposed: Any, **parts: Any) -> tuple[Tensor, ...]:
     return tuple(pack_expert_weights(parts, interleaved=interleaved, transposed=transposed).values())
+
+
+def with_biases(b1: Any, b3: Any, b2: Any) -> Tensor:
+    x, w = torch.ones(64, 32), torch.ones(2, 96, 32)
+    ends = torch.tensor([32, 64])
+    return mt.grouped_swiglu_ffn(x, w, w, w.mT.contiguous(), ends, biases=(b1, b3, b2))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE
+from mxep.torch_frontend import GroupedExperts, MoE, RouterConfig, SharedExpert
 from mxep.torch_frontend.integrations.convert import convert_moe
 from torch import Tensor, nn
 
@@ -62,14 +62,16 @@ def test_experts_of_torchtitan(release: str, recipe: str) -> None:
 
 def test_layers_of_this_package() -> None:
     torch.manual_seed(0)
-    model = nn.ModuleDict({"a": MoE(64, 96, 4, 2, shared_hidden_dim=32, recipe="bf16"), "b": GroupedExperts(32, 64, 2)})
+    model = nn.ModuleDict(
+        {"a": MoE(64, 96, 4, RouterConfig(2), shared=SharedExpert(32), recipe="bf16"), "b": GroupedExperts(32, 64, 2)}
+    )
     before, x = copy.deepcopy(model), torch.randn(5, 64)
     report = convert_moe(model, "mxfp8", lambda module, name: name != "b")
     assert [row.name for row in report.converted] == ["a.experts", "a.shared_expert"]
     assert report.others == ("b",)
     assert "2 modules run recipe 'mxfp8'" in str(report)
     assert "b  runs as before" in str(report)
-    want = MoE(64, 96, 4, 2, shared_hidden_dim=32, recipe="mxfp8")
+    want = MoE(64, 96, 4, RouterConfig(2), shared=SharedExpert(32), recipe="mxfp8")
     want.load_state_dict(before["a"].state_dict())
     assert torch.equal(model["a"](x)[0], want(x)[0])
     assert not torch.equal(model["a"](x)[0], before["a"](x)[0])

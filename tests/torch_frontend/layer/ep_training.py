@@ -6,12 +6,14 @@ import io
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, MoE, MXFP8ExpertParallel, shard_moe
+from mxep.torch_frontend import Collectives, ExpertParallel, MoE, RouterConfig, SharedExpert, shard_moe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
+
+from ...layer_options import layer_options
 
 D, HIDDEN, E, TOP_K, TOKENS = 64, 96, 8, 2, 48
 
@@ -40,11 +42,11 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
     device = mesh.device_type
     options = {"recipe": recipe, "prob_in": prob_in, "router_bias": True, "bias": prob_in == "swiglu"}
     # Blocks of 32 tokens of the shared expert's weight gradient are others when ranks share the tokens.
-    options |= {"shared_hidden_dim": 32, "shared_gate": True, "selection_bias": True} if recipe == "bf16" else {}
-    alone = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
+    options |= {"shared": SharedExpert(32, gate=True), "selection_bias": True} if recipe == "bf16" else {}
+    alone = MoE(D, HIDDEN, E, **layer_options(TOP_K, **options)).to(device)
     torch.manual_seed(dist.get_rank())
-    moe = MoE(D, HIDDEN, E, TOP_K, **options).to(device)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel(gradients=gradients))
+    moe = MoE(D, HIDDEN, E, **layer_options(TOP_K, **options)).to(device)
+    parallelize_module(moe, mesh, ExpertParallel(gradients=gradients))
     before = [p.detach().clone() for p in alone.parameters()]
     for p, other in zip(moe.parameters(), before, strict=True):
         assert torch.equal(whole(p), other)
@@ -61,9 +63,9 @@ def ranks_train_as_one_process(mesh: DeviceMesh, recipe: str, gradients: str, pr
 def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
     """Router and experts in one `clip_grad_norm_` and one fused or foreach optimizer; the norm is one process's."""
     torch.manual_seed(0)
-    alone = MoE(D, HIDDEN, E, TOP_K).to(mesh.device_type)
+    alone = MoE(D, HIDDEN, E, RouterConfig(TOP_K)).to(mesh.device_type)
     moe = copy.deepcopy(alone)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel())
+    parallelize_module(moe, mesh, ExpertParallel())
     x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1)).to(mesh.device_type)
     alone(x)[0].square().mean().backward()
     moe(x.chunk(mesh.size())[mesh.get_local_rank()])[0].square().mean().backward()
@@ -83,10 +85,10 @@ def sharded_twice(recipe: str, overlapped: bool = False) -> None:
     """FSDP2 over one dim of the mesh, experts over the other: gradients of the mean of all ranks' losses."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
-    alone = MoE(D, HIDDEN, E, TOP_K, recipe=recipe)
+    alone = MoE(D, HIDDEN, E, RouterConfig(TOP_K), recipe=recipe)
     moe = copy.deepcopy(alone)
     transport = Collectives(mesh["ep"].get_group()) if overlapped else None
-    parallelize_module(moe.experts, mesh["ep"], MXFP8ExpertParallel(transport=transport))
+    parallelize_module(moe.experts, mesh["ep"], ExpertParallel(transport=transport))
     fully_shard(moe.experts, mesh=mesh["dp"])
     x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
     alone(x)[0].square().mean().backward()
@@ -103,11 +105,11 @@ def one_data_rank(mesh: DeviceMesh, offload: OffloadPolicy | None) -> None:
     policy, device = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), mesh.device_type
     torch.manual_seed(0)
     home = device if offload is None else "cpu"
-    layer = shard_moe(MoE(D, HIDDEN, E, TOP_K).to(home), mesh, mp_policy=policy, offload_policy=offload)
+    layer = shard_moe(MoE(D, HIDDEN, E, RouterConfig(TOP_K)).to(home), mesh, mp_policy=policy, offload_policy=offload)
     optimizer, x = torch.optim.SGD(layer.parameters(), lr=0.5), torch.randn(TOKENS, D).to(device)
     for step in range(2):
         found = [layer(x.clone().requires_grad_(needed))[0] for needed in (True, False)]
-        alone = MoE(D, HIDDEN, E, TOP_K, device=device)
+        alone = MoE(D, HIDDEN, E, RouterConfig(TOP_K), device=device)
         alone.load_state_dict({name: whole(w.detach().to(device)) for name, w in layer.named_parameters()})
         with torch.no_grad():
             want = alone.bfloat16()(x.bfloat16())[0]
@@ -125,8 +127,8 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
 def saved_moved_and_cast(mesh: DeviceMesh) -> None:
     """`torch.save` of the module, casts and copies after a forward."""
     torch.manual_seed(0)
-    moe = MoE(D, HIDDEN, E, TOP_K).to(mesh.device_type)
-    parallelize_module(moe, mesh, MXFP8ExpertParallel())
+    moe = MoE(D, HIDDEN, E, RouterConfig(TOP_K)).to(mesh.device_type)
+    parallelize_module(moe, mesh, ExpertParallel())
     x = torch.randn(8, D, device=mesh.device_type)
     y = moe(x)[0]
     y.sum().backward()

@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import MXFP8ExpertParallel
+from mxep.torch_frontend import ExpertParallel
 from mxep.torch_frontend.integrations.torchao import _to_mxfp8_then_scaled_grouped_mm as mxfp8_gmm
 from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
@@ -79,7 +79,7 @@ def tutorial_flow(mesh: DeviceMesh, rank: int) -> None:
     results = []
     counts = torch.tensor([[5, 0, 9, 2, 0, 0, 7, 1], [0, 0, 3, 0, 0, 6, 0, 15]])[mesh.get_local_rank()]
     rows = torch.randn(24, D, generator=torch.Generator().manual_seed(rank)).bfloat16()
-    for style in (HandMadeStyle(), MXFP8ExpertParallel(gradients="sum")):
+    for style in (HandMadeStyle(), ExpertParallel(gradients="sum")):
         torch.manual_seed(0)
         experts = parallelize_module(Experts(), mesh, style)
         x = rows.clone().requires_grad_()

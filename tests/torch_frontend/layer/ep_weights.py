@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +52,7 @@ def nothing_saved_of_gathered_weights(ranks: int) -> None:
 
     def layer() -> MoE:
         torch.manual_seed(0)
-        return MoE(D, HIDDEN, E, TOP_K, recipe="mxfp8")
+        return MoE(D, HIDDEN, E, RouterConfig(TOP_K), recipe="mxfp8")
 
     def gathered() -> MoE:
         return fully_shard(layer(), mesh=init_device_mesh("cpu", (ranks,)))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from mxep.torch_frontend import MoE, MXFP8ExpertParallel, clip_grad_norm_, shard_moe
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, SharedExpert, clip_grad_norm_, shard_moe
 from mxep.torch_frontend.layer.metrics import MoERecorder
 from mxep.torch_frontend.overlap.collectives import Collectives
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ class Block(nn.Module):
     def __init__(self, recipe: str, prob_in: Any, experts: int) -> None:
         super().__init__()
         self.norm, self.dense = nn.RMSNorm(D), nn.Linear(D, D)
-        options = {"recipe": recipe, "prob_in": prob_in, "bias": True}
-        self.moe = MoE(D, HIDDEN, experts, 2, shared_hidden_dim=32, **options)
+        options = {"recipe": recipe, "bias": True, "shared": SharedExpert(32)}
+        self.moe = MoE(D, HIDDEN, experts, RouterConfig(2, prob_in=prob_in), **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(self.norm(x + self.dense(x)))[0]
@@ -164,7 +164,7 @@ def overlaps(ep: int) -> None:
     """Exchanges during the products, and a token sent once to each rank, give the same bytes of gradients."""
     mesh, want = mesh_of(ep), None
     for options in ({}, {"transport": Collectives(mesh["ep"].get_group(), chunk_bytes=1)}, {"deduplicate": "dispatch"}):
-        model = shard_moe(fresh(recipe="mxfp8"), mesh, [Block], style=MXFP8ExpertParallel(**options))
+        model = shard_moe(fresh(recipe="mxfp8"), mesh, [Block], style=ExpertParallel(**options))
         loss_of(model, mine(batch(0))).backward()
         want = want or gradients(model)
         require_equal(gradients(model), want)
@@ -355,11 +355,11 @@ def refused() -> None:
     raises("units: got MoE; allowed: classes of modules around MoE", units=[MoE])
     raises("units: got 'Block'; allowed: classes of modules", TypeError, units=["Block"])
     raises("Block'>; allowed: classes of modules, in a list", TypeError, units=Block)
-    raises("style: got gradients='sum'; allowed: an MXFP8ExpertParallel", style=MXFP8ExpertParallel(gradients="sum"))
-    raises("style: got 'swiglu'; allowed: an MXFP8ExpertParallel", TypeError, style="swiglu")
+    raises("style: got gradients='sum'; allowed: an ExpertParallel", style=ExpertParallel(gradients="sum"))
+    raises("style: got 'swiglu'; allowed: an ExpertParallel", TypeError, style="swiglu")
     for model, words in ((sharded(2), "a model under FSDP2 already"), (Model(), "w1 as a DTensor")):
         if "DTensor" in words:
-            parallelize_module(model.blocks[1].moe.experts, pair["ep"], MXFP8ExpertParallel())
+            parallelize_module(model.blocks[1].moe.experts, pair["ep"], ExpertParallel())
         with pytest.raises(ValueError, match=words):
             shard_moe(model, pair)
 

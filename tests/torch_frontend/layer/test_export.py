@@ -3,14 +3,14 @@
 import io
 
 import torch
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 from torch import Tensor, nn
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.moe = MoE(32, 64, 4, 2, recipe="mxfp8")
+        self.moe = MoE(32, 64, 4, RouterConfig(2), recipe="mxfp8")
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.moe(x)[0]

@@ -8,13 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mxep.core_kernels.policy.recipe import RECIPES, Recipe
-from mxep.torch_frontend import MoE, MXTensor
+from mxep.torch_frontend import MoE, MXTensor, SharedExpert
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.shapes import H200, MoELayer
 from benchmarks.layer_bytes import passes, saved_nbytes
 from benchmarks.peers import moe_layer as peer
+
+from ...layer_options import layer_options
 
 # The shapes of the documents: tokens / 256, D and F / 32 up to a multiple of 32.
 SHAPES = [MoELayer(t // 256, -(-d // 1024) * 32, -(-f // 1024) * 32, e, k) for t, d, f, e, k in H200.moe_layers]
@@ -57,7 +59,10 @@ class PlainGLU(torch.autograd.Function):
 
 def layer_of(shape: MoELayer, recipe: Recipe | str = "mxfp8", **options: Any) -> tuple[MoE, Tensor]:
     torch.manual_seed(0)
-    moe = MoE(*shape[1:], recipe=Recipe.parse(recipe), dtype=torch.bfloat16, **options)
+    options = layer_options(shape.top_k, **options)
+    moe = MoE(
+        shape.dim, shape.hidden_dim, shape.num_experts, recipe=Recipe.parse(recipe), dtype=torch.bfloat16, **options
+    )
     with torch.no_grad():
         for p in moe.parameters():
             p.add_(0.1 * torch.randn_like(p))  # a parameter that was never written may be one that FSDP2 gathered
@@ -120,7 +125,7 @@ RUNS = RECIPES | {"mxfp8 folded": folded()}
 @pytest.mark.parametrize(("run", "prob_in"), [*((run, "swiglu") for run in RUNS), ("mxfp8 folded", "combine")])
 def test_recomputation_gives_the_same_bytes(run: str, prob_in: Any) -> None:
     shape = MoELayer(50, 64, 96, 4, 2)
-    options = {"prob_in": prob_in, "bias": True, "shared_hidden_dim": 32}
+    options = {"prob_in": prob_in, "bias": True, "shared": SharedExpert(32)}
     results = []
     for recompute in (False, True):
         moe, x = layer_of(shape, RUNS[run], recompute=recompute, **options)

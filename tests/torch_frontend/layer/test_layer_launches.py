@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig
 from mxep.torch_frontend.ops import checks
 from mxep.torch_frontend.routing import router
 from torch import Tensor
@@ -48,7 +48,14 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 def test_kernels_beside_the_ops(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "checks_values", lambda device: False)  # as on a GPU
     monkeypatch.setattr(router, "_product", product)
-    moe = MoE(64, 64, 4, 2, recipe=Recipe.parse("mxfp8", compute="fold"), dtype=torch.bfloat16, force_balance=True)
+    moe = MoE(
+        64,
+        64,
+        4,
+        RouterConfig(2, force_balance=True),
+        recipe=Recipe.parse("mxfp8", compute="fold"),
+        dtype=torch.bfloat16,
+    )
     x = torch.ones((6, 64) if dims == 2 else (2, 3, 64), dtype=torch.bfloat16, requires_grad=True)
     with Kernels() as forward:
         y, _ = moe(x)

@@ -12,7 +12,7 @@ import torch
 from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.registry import OPS
-from mxep.torch_frontend import MoE, MXTensor
+from mxep.torch_frontend import MoE, MXTensor, RouterConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -84,7 +84,8 @@ def test_the_peak_is_not_above_the_plain_layers(shape: MoELayer, monkeypatch: py
     monkeypatch.setattr(peer, "grouped_bf16", lambda x, w, ends: PlainProduct.apply(x, w, w.shape[1]))
     monkeypatch.setattr(peer, "_swiglu", lambda: lambda gate, up: PlainProduct.apply(gate, up, gate.shape[1]))
     monkeypatch.setattr(torch, "histc", lambda x, bins, *_: x.new_empty(bins))  # has no meta kernel
-    moe = MoE(*shape[1:], recipe=FOLD, dtype=torch.bfloat16, device="meta")
+    router = RouterConfig(shape.top_k)
+    moe = MoE(shape.dim, shape.hidden_dim, shape.num_experts, router, recipe=FOLD, dtype=torch.bfloat16, device="meta")
     weights = [moe.router.weight, moe.experts.w1, moe.experts.w3, moe.experts.w2]
     with torch.no_grad():
         for w in weights:
@@ -99,7 +100,7 @@ def test_the_peak_is_not_above_the_plain_layers(shape: MoELayer, monkeypatch: py
 
 def test_a_retained_graph_keeps_what_it_saved() -> None:
     torch.manual_seed(0)
-    moe, x = MoE(64, 96, 4, 2, recipe=FOLD), torch.randn(50, 64, requires_grad=True)
+    moe, x = MoE(64, 96, 4, RouterConfig(2), recipe=FOLD), torch.randn(50, 64, requires_grad=True)
     y, (inputs, dy) = moe(x)[0], ([x, *moe.parameters()], torch.randn(50, 64))
     first = torch.autograd.grad(y, inputs, dy, retain_graph=True)
     again = torch.autograd.grad(y, inputs, dy)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from mxep.core_kernels.policy import metrics as core
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import MoE, moe_metrics
+from mxep.torch_frontend import MoE, RouterConfig
 from mxep.torch_frontend.layer.metrics import MoERecorder, lost_values
 from torch import nn
 
@@ -18,7 +18,10 @@ PAGE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
 def model(recipe: str = "mxfp8") -> nn.Module:
     torch.manual_seed(0)
-    layers = {"first": MoE(32, 32, 4, 2, recipe=recipe), "second": MoE(32, 32, 4, 1, recipe=recipe)}
+    layers = {
+        "first": MoE(32, 32, 4, RouterConfig(2), recipe=recipe),
+        "second": MoE(32, 32, 4, RouterConfig(1), recipe=recipe),
+    }
     return nn.ModuleDict(layers)
 
 
@@ -56,16 +59,16 @@ def test_a_step_by_hooks_is_the_sum_of_its_forwards() -> None:
 
 def test_bytes_between_ranks() -> None:
     """Of the rows of one step: quantized on two of the four ways."""
-    _, stats = MoE(64, 32, 4, 2)(torch.randn(6, 64))
+    _, stats = MoE(64, 32, 4, RouterConfig(2))(torch.randn(6, 64))
     rows = 12
     for recipe, prob_in, want in (
         ("bf16", "combine", rows * 4 * 128),
         ("mxfp8", "combine", rows * (2 * 128 + 2 * 66)),
         ("mxfp8", "swiglu", rows * (2 * 128 + 2 * 66 + 8)),
     ):
-        found = moe_metrics(stats, 64, recipe=recipe, ranks=2, prob_in=prob_in)
+        found = stats.metrics(64, recipe=recipe, ranks=2, prob_in=prob_in)
         assert found["wire_nbytes"] == want
-        assert moe_metrics(stats, 64, recipe=recipe)["wire_nbytes"] == 0
+        assert stats.metrics(64, recipe=recipe)["wire_nbytes"] == 0
 
 
 def test_lost_values() -> None:
@@ -78,7 +81,7 @@ def test_lost_values() -> None:
 
 
 def test_lost_values_of_tokens_and_gradients() -> None:
-    layer, x = MoE(32, 32, 2, 1), torch.ones(4, 32)
+    layer, x = MoE(32, 32, 2, RouterConfig(1)), torch.ones(4, 32)
     x[:, 0] = 2**-20
     with MoERecorder(layer, numerics=True) as recorder:
         y, _ = layer(x)
@@ -89,7 +92,7 @@ def test_lost_values_of_tokens_and_gradients() -> None:
 
 
 def test_every_call_that_the_layer_takes_is_recorded() -> None:
-    layer, x = MoE(32, 32, 4, 2), torch.randn(16, 32)
+    layer, x = MoE(32, 32, 4, RouterConfig(2)), torch.randn(16, 32)
     with MoERecorder(layer, numerics=True) as recorder:
         layer(x)
         want = recorder.read(), recorder.scalars()
@@ -106,7 +109,7 @@ def test_every_call_that_the_layer_takes_is_recorded() -> None:
 
 def test_gradients_without_memory_of_their_own() -> None:
     """The gradient of a sum is one value, expanded."""
-    layer = MoE(32, 32, 4, 2, dtype=torch.bfloat16)
+    layer = MoE(32, 32, 4, RouterConfig(2), dtype=torch.bfloat16)
     with MoERecorder(layer, numerics=True) as recorder:
         layer(torch.randn(16, 32, dtype=torch.bfloat16))[0].sum().backward()
         assert recorder._sums["moe"]["gradients"].tolist() == [16 * 32, 0, 0]
@@ -129,7 +132,7 @@ def test_copies_of_the_model_do_not_count() -> None:
 
 
 def test_sums_of_many_steps_do_not_wrap() -> None:
-    recorder = MoERecorder(MoE(32, 32, 4, 2))
+    recorder = MoERecorder(MoE(32, 32, 4, RouterConfig(2)))
     for _ in range(2):
         recorder._add("moe", "counts", torch.full((4,), 2**30, dtype=torch.int32))
         recorder._add("moe", "overflow", torch.tensor(2**31 - 1, dtype=torch.int32))
@@ -148,9 +151,9 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("argument", ["dim", "ranks"])
 def test_sizes_that_no_layer_has(argument: str) -> None:
-    _, stats = MoE(32, 32, 4, 2)(torch.zeros(1, 32))
-    with pytest.raises(ValueError, match=f"moe_metrics: {argument}: got {2**63}; allowed: .* below 2\\^31"):
-        moe_metrics(stats, **{"dim": 32} | {argument: 2**63})
+    _, stats = MoE(32, 32, 4, RouterConfig(2))(torch.zeros(1, 32))
+    with pytest.raises(ValueError, match=f"MoEStats.metrics: {argument}: got {2**63}; allowed: .* below 2\\^31"):
+        stats.metrics(**{"dim": 32} | {argument: 2**63})
 
 
 def test_the_program_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import GroupedExperts, MoE, Recipe
+from mxep.torch_frontend import GroupedExperts, MoE, Recipe, RouterConfig, SharedExpert
 from mxep.torch_frontend.exchange.shards import Ranks
 from mxep.torch_frontend.ops import direct
 from torch import Tensor
 
 from ...compare import sqnr_db
+from ...layer_options import layer_options
 from ..exchange.ep_repeated import same_as_two_experts
 
 D, HIDDEN, E, TOP_K = 64, 96, 8, 2
@@ -18,7 +19,7 @@ D, HIDDEN, E, TOP_K = 64, 96, 8, 2
 
 def layer(recipe: str = "bf16", seed: int = 0, **options) -> MoE:
     torch.manual_seed(seed)
-    return MoE(D, HIDDEN, E, TOP_K, recipe=recipe, **options)
+    return MoE(D, HIDDEN, E, recipe=recipe, **layer_options(TOP_K, **options))
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
@@ -28,9 +29,9 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def by_token(moe: MoE, x: Tensor) -> Tensor:
     """y = sum over the chosen experts of p * w2 (silu(w1 x) * w3 x), all in fp32."""
     scores = F.linear(x, moe.router.weight)
-    scores = scores.softmax(-1) if moe.score_func == "softmax" else scores.sigmoid()
-    chosen, experts = scores.topk(moe.top_k, -1)
-    if moe.normalize:
+    scores = scores.softmax(-1) if moe.router_config.score_func == "softmax" else scores.sigmoid()
+    chosen, experts = scores.topk(moe.router_config.top_k, -1)
+    if moe.router_config.normalize:
         chosen = chosen / chosen.sum(-1, keepdim=True)
     w1, w2, w3 = moe.experts.w1, moe.experts.w2, moe.experts.w3
     rows = []
@@ -199,16 +200,21 @@ def test_training_lowers_the_loss() -> None:
 @pytest.mark.parametrize(
     ("error", "message", "run"),
     [
-        (ValueError, r"MoE: dim: got 40; allowed: positive multiples of 32", lambda: MoE(40, HIDDEN, E, 2)),
-        (ValueError, r"MoE: hidden_dim: got 0", lambda: MoE(D, 0, E, 2)),
-        (ValueError, r"MoE: top_k: got 9; allowed: 1 to num_experts = 8", lambda: MoE(D, HIDDEN, E, 9)),
-        (TypeError, r"MoE: top_k: got 2.0; allowed: an int", lambda: MoE(D, HIDDEN, E, 2.0)),  # type: ignore[arg-type]
-        (TypeError, r"MoE: top_k: got True", lambda: MoE(D, HIDDEN, E, True)),
-        (ValueError, r"MoE: score_func: got 'relu'", lambda: MoE(D, HIDDEN, E, 2, score_func="relu")),  # type: ignore[arg-type]
-        (ValueError, r"MoE: prob_in: got 'router'; allowed: 'combine', 'swiglu', 'input'",
-         lambda: MoE(D, HIDDEN, E, 2, prob_in="router")),  # type: ignore[arg-type]
-        (ValueError, r"MoE: shared_gate: got True; allowed: with", lambda: MoE(D, HIDDEN, E, 2, shared_gate=True)),
-        (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, 2, recipe="fp4")),
+        (ValueError, r"MoE: dim: got 40; allowed: positive multiples of 32",
+         lambda: MoE(40, HIDDEN, E, RouterConfig(2))),
+        (ValueError, r"MoE: hidden_dim: got 0", lambda: MoE(D, 0, E, RouterConfig(2))),
+        (ValueError, r"MoE: top_k: got 9; allowed: 1 to num_experts = 8", lambda: MoE(D, HIDDEN, E, RouterConfig(9))),
+        (TypeError, r"RouterConfig: top_k: got 2.0; allowed: an int", lambda: RouterConfig(2.0)),  # type: ignore[arg-type]
+        (TypeError, r"RouterConfig: top_k: got True", lambda: RouterConfig(True)),
+        (ValueError, r"RouterConfig: score_func: got 'relu'", lambda: RouterConfig(2, score_func="relu")),  # type: ignore[arg-type]
+        (ValueError, r"RouterConfig: prob_in: got 'router'; allowed: 'combine', 'swiglu', 'input'",
+         lambda: RouterConfig(2, prob_in="router")),  # type: ignore[arg-type]
+        (TypeError, r"MoE: router: got 2; allowed: a RouterConfig, such as RouterConfig\(top_k=2\)",
+         lambda: MoE(D, HIDDEN, E, 2)),  # type: ignore[arg-type]
+        (TypeError, r"MoE: shared: got 64; allowed: a SharedExpert, or None",
+         lambda: MoE(D, HIDDEN, E, RouterConfig(2), shared=64)),  # type: ignore[arg-type]
+        (TypeError, r"SharedExpert: gate: got 1; allowed: a bool", lambda: SharedExpert(64, gate=1)),  # type: ignore[arg-type]
+        (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, RouterConfig(2), recipe="fp4")),
         (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
         (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),
         (ValueError, r"MoE: x: got shape \(3, 32\); allowed: \(..., 64\)", lambda: layer()(tokens(3)[:, :32])),
@@ -254,7 +260,7 @@ def test_autocast_to_fp16_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu", "input"])
 def test_autocast_to_bf16_changes_no_output(prob_in: str, dtype: torch.dtype) -> None:
-    moe, x = layer("mxfp8", prob_in=prob_in, shared_hidden_dim=32, dtype=dtype), tokens(40).to(dtype)
+    moe, x = layer("mxfp8", prob_in=prob_in, shared=SharedExpert(32), dtype=dtype), tokens(40).to(dtype)
     want = moe(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         got = moe(x)[0]

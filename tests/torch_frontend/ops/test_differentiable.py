@@ -6,7 +6,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from mxep.torch_frontend import MoE, MXTensor, gather_rows, grouped_swiglu_ffn, ops, swiglu, weighted_combine
+from mxep.torch_frontend import (
+    MoE,
+    MXTensor,
+    RouterConfig,
+    gather_rows,
+    grouped_swiglu_ffn,
+    ops,
+    swiglu,
+    weighted_combine,
+)
 from mxep.torch_frontend.integrations.torchao import (
     a2a_combine_hp_fwd_mxfp8_bwd,
     a2a_dispatch_mxfp8_fwd_hp_bwd,
@@ -109,7 +118,7 @@ def test_a_gradient_penalty_is_refused_not_dropped() -> None:
 
 def test_anomaly_detection() -> None:
     torch.manual_seed(0)
-    moe = MoE(64, 64, 4, 2)
+    moe = MoE(64, 64, 4, RouterConfig(2))
     with torch.autograd.set_detect_anomaly(True):
         moe(torch.randn(8, 64))[0].sum().backward()
         poisoned = torch.randn(8, 64)
@@ -119,7 +128,7 @@ def test_anomaly_detection() -> None:
 
 
 def test_hooks_look_at_gradients() -> None:
-    moe, norms = MoE(64, 64, 4, 2), []
+    moe, norms = MoE(64, 64, 4, RouterConfig(2)), []
 
     def look(module: object, into: tuple[Tensor | None, ...], out: tuple[Tensor, ...]) -> None:
         grads = [g for g in (*into, *out) if g is not None and g.is_floating_point()]
@@ -149,7 +158,7 @@ def test_a_gradient_in_mx_is_cast_and_moved() -> None:
 def test_saved_rows_are_offloaded() -> None:
     """`saved_tensors_hooks` that move what is saved, and bring it back."""
     torch.manual_seed(0)
-    moe, rows = MoE(64, 64, 4, 2), torch.randn(8, 64)
+    moe, rows = MoE(64, 64, 4, RouterConfig(2)), torch.randn(8, 64)
     want = torch.autograd.grad(moe(rows)[0].sum(), list(moe.parameters()))
     moved: list[type] = []
 
@@ -182,7 +191,7 @@ def test_one_rank_gives_memory_of_its_own() -> None:
 
 def test_a_step_leaves_no_cycle_of_tensors() -> None:
     """A cycle keeps what the backward has read until the next garbage collection."""
-    moe = MoE(64, 96, 8, 3, dtype=torch.bfloat16)
+    moe = MoE(64, 96, 8, RouterConfig(3), dtype=torch.bfloat16)
     x = torch.randn(50, 64, dtype=torch.bfloat16).requires_grad_()
     gc.collect()
     gc.disable()

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mxep.torch_frontend import MXTensor, Rounding, ops
+from mxep.core_kernels.formats import Rounding
+from mxep.torch_frontend import MXTensor, ops
 from mxep.torch_frontend.products.gathered_rows import gathered_rows
 from torch import Tensor
 

@@ -72,10 +72,10 @@ def layer(device: str, ranks: int = 1) -> str:
     found = []
     for recipe in ("mxfp8", "mxfp8_wgrad_with_hp", "bf16"):
         torch.manual_seed(0)
-        moe = mx.MoE(64, 32, num_experts=4, top_k=2, recipe=recipe).to(device)
+        moe = mx.MoE(64, 32, num_experts=4, router=mx.RouterConfig(top_k=2), recipe=recipe).to(device)
         x = torch.randn(96, 64, device=device, requires_grad=True)
         if ranks > 1:
-            parallelize_module(moe, init_device_mesh(device, (ranks,)), mx.MXFP8ExpertParallel())
+            parallelize_module(moe, init_device_mesh(device, (ranks,)), mx.ExpertParallel())
         y, _ = moe(x)
         y.square().sum().backward()
         with torch.no_grad(), moe.cached_weights():

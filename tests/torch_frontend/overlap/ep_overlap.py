@@ -152,7 +152,7 @@ def ffn(
             (probs,) = leaves(seed + 50, group, (x.shape[0], TOP_K))
             leaf = x.bfloat16().requires_grad_()
             tokens = TokenReplicas(leaf, order, inverse, TOP_K)
-            biases = {"b1": b1, "b3": b3, "b2": b2} if bias else {}
+            biases = (b1, b3, b2) if bias else None
             weights = [quantize_weights(w, recipe) for w in (w1, w3, w2)] if held else [w1, w3, w2]
             if over != "in turn":
                 y = expert_parallel_ffn(
@@ -164,13 +164,13 @@ def ffn(
                     recipe=recipe,
                     group=group,
                     transport=over,
-                    **biases,
+                    biases=biases,
                 )
             else:
                 groups, _, route = dispatch(tokens, counts, recipe=recipe, group=group)
                 inside = dispatch_probs(probs, route) if prob_in == "swiglu" else None
                 options = {"recipe": recipe, "pad_token_groups": False}
-                out = grouped_swiglu_ffn(groups, *weights, route.group_ends, inside, **options, **biases)
+                out = grouped_swiglu_ffn(groups, *weights, route.group_ends, inside, biases=biases, **options)
                 y = combine(out, route, None if prob_in == "swiglu" else probs)
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
             y.backward(dy.bfloat16().to(device))

@@ -9,9 +9,10 @@ import torch
 from mxep.core_kernels.peer import oracle, plan
 from mxep.torch_frontend import (
     Collectives,
+    ExpertParallel,
     MoE,
-    MXFP8ExpertParallel,
     PeerMemory,
+    RouterConfig,
     TokenReplicas,
     expert_parallel_ffn,
     sort_by_expert,
@@ -36,11 +37,15 @@ class Layers(nn.Module):
     def __init__(self, mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        sizes, device = (D, F, LOCAL * mesh.size(), TOP_K), mesh.device_type
-        options = [{"prob_in": prob_in, "recompute": prob_in == "swiglu"} for prob_in in PROB_IN]
-        self.layers = nn.ModuleList(MoE(*sizes, recipe=recipe, device=device, **of) for of in options)  # pyright: ignore
+        options: dict[str, Any] = {"recipe": recipe, "device": mesh.device_type}
+
+        def layer(prob_in: Any) -> MoE:
+            router, recompute = RouterConfig(TOP_K, prob_in=prob_in), prob_in == "swiglu"
+            return MoE(D, F, LOCAL * mesh.size(), router, recompute=recompute, **options)
+
+        self.layers = nn.ModuleList(map(layer, PROB_IN))
         for layer in self.layers:
-            parallelize_module(layer, mesh, MXFP8ExpertParallel(gradients="sum", transport=carrier))
+            parallelize_module(layer, mesh, ExpertParallel(gradients="sum", transport=carrier))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, first = self.layers[0](x)
@@ -165,9 +170,9 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
     wrong = probs.double() if of_first else probs
     with pytest.raises((TypeError, ValueError), match=words):
         expert_parallel_ffn(tokens, counts, *weights, wrong, group=group, transport=memory)
-    moe = MoE(D, F, experts, TOP_K, prob_in="combine", device=device)
-    with pytest.raises(ValueError, match="MXFP8ExpertParallel: module: got prob_in='combine'"):
-        parallelize_module(moe, mesh, MXFP8ExpertParallel(transport=memory))
+    moe = MoE(D, F, experts, RouterConfig(TOP_K, prob_in="combine"), device=device)
+    with pytest.raises(ValueError, match="ExpertParallel: module: got prob_in='combine'"):
+        parallelize_module(moe, mesh, ExpertParallel(transport=memory))
 
 
 def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], object]]:

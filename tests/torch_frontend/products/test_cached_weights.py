@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from mxep.torch_frontend import GroupedExperts, MoE, Recipe, grouped_swiglu_ffn, quantize_weights
+from mxep.torch_frontend import (
+    GroupedExperts,
+    MoE,
+    Recipe,
+    RouterConfig,
+    SharedExpert,
+    grouped_swiglu_ffn,
+    quantize_weights,
+)
 from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.products.weights import QuantizedWeights
 from torch import Tensor, nn
@@ -72,7 +80,7 @@ def test_errors(error: type[Exception], words: str, run: Callable[[], object]) -
 
 def test_a_layer_holds_its_weights_where_it_is_told(quantized: list[str]) -> None:
     torch.manual_seed(0)
-    moe = MoE(64, 96, num_experts=4, top_k=2, recipe="mxfp8")
+    moe = MoE(64, 96, num_experts=4, router=RouterConfig(top_k=2), recipe="mxfp8")
 
     def microbatch(i: int) -> list[Tensor]:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(i)).requires_grad_()
@@ -107,7 +115,7 @@ def test_writes_within_the_block_raise() -> None:
 
 
 def test_blocks_end_in_any_order(quantized: list[str]) -> None:
-    moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    moe = MoE(64, 64, 4, RouterConfig(2), shared=SharedExpert(64))
     first, second = moe.cached_weights(), moe.cached_weights()
     with ExitStack() as stack:
         stack.enter_context(second)
@@ -157,7 +165,7 @@ def test_a_write_in_one_thread_raises_in_the_others() -> None:
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_a_copy_made_within_the_block_is_not_held(how: str, quantized: list[str]) -> None:
-    moe = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    moe = MoE(64, 64, 4, RouterConfig(2), shared=SharedExpert(64))
     with moe.cached_weights():
         if how == "deepcopy":
             found = copy.deepcopy(moe)
@@ -181,7 +189,7 @@ def takes_a_step(moe: MoE) -> None:
     y.square().sum().backward()
     torch.optim.SGD(moe.parameters(), lr=0.1).step()
     moe.zero_grad()
-    fresh = MoE(64, 64, 4, 2, shared_hidden_dim=64)
+    fresh = MoE(64, 64, 4, RouterConfig(2), shared=SharedExpert(64))
     fresh.load_state_dict(moe.state_dict())
     assert torch.equal(moe(X)[0], fresh(X)[0])
 

@@ -21,7 +21,9 @@ def with_biases(dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
 
 
 def run(inputs: dict[str, Tensor], activation: SwiGLU = CLAMPED, **options) -> Tensor:
-    return grouped_swiglu_ffn(**inputs, group_ends=ends(), activation=activation, **options)
+    others = {name: t for name, t in inputs.items() if name not in BIASES}
+    b1, b3, b2 = (inputs.get(name) for name in BIASES)
+    return grouped_swiglu_ffn(**others, group_ends=ends(), biases=(b1, b3, b2), activation=activation, **options)
 
 
 def gradients(out: Tensor, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -128,10 +130,14 @@ def test_whole_graph() -> None:
 
 
 BAD = {
-    "half": (TypeError, "b1: got dtype torch.float16; allowed: bf", {"b1": randn(3, HIDDEN, seed=1).half()}),
-    "shape": (ValueError, r"b2: got shape \(3, 96\); allowed: \(64,\) or \(3, 64\)", {"b2": randn(3, HIDDEN, seed=1)}),
-    "device": (ValueError, "b3: got device meta", {"b3": torch.ones(HIDDEN, device="meta")}),
-    "type": (TypeError, "b3: got a float", {"b3": 1.0}),
+    "half": (TypeError, "b1: got dtype torch.float16; allowed: bf",
+             {"biases": (randn(3, HIDDEN, seed=1).half(), None, None)}),
+    "shape": (ValueError, r"b2: got shape \(3, 96\); allowed: \(64,\) or \(3, 64\)",
+              {"biases": (None, None, randn(3, HIDDEN, seed=1))}),
+    "device": (ValueError, "b3: got device meta", {"biases": (None, torch.ones(HIDDEN, device="meta"), None)}),
+    "type": (TypeError, "b3: got a float", {"biases": (None, 1.0, None)}),
+    "two": (TypeError, "biases: got 2 items; allowed: None, or a tuple", {"biases": (None, None)}),
+    "list": (TypeError, "biases: got list; allowed: None, or a tuple", {"biases": [None, None, None]}),
     "activation": (TypeError, "activation: got 'gelu'; allowed: a SwiGLU", {"activation": "gelu"}),
 }  # fmt: skip
 

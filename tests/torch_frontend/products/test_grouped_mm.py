@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from mxep.core_kernels.formats import Rounding
 from mxep.core_kernels.policy.recipe import Compute
-from mxep.torch_frontend import MXTensor, Recipe, Rounding, grouped_mm, ops
+from mxep.torch_frontend import MXTensor, Recipe, grouped_mm, ops
 from mxep.torch_frontend.integrations.torchao import bf16_grouped_mm, mxfp8_grouped_mm
 from torch import Tensor
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.utils.prune as prune
-from mxep.torch_frontend import MoE
+from mxep.torch_frontend import MoE, RouterConfig, SharedExpert
 from torch import Tensor, nn
 
 D, HIDDEN = 64, 96
@@ -15,7 +15,7 @@ NAMES = ("w1", "w2", "w3")
 
 def layer() -> MoE:
     torch.manual_seed(0)
-    return MoE(D, HIDDEN, 4, 2)
+    return MoE(D, HIDDEN, 4, RouterConfig(2))
 
 
 def prune_half(experts: nn.Module) -> None:
@@ -92,7 +92,7 @@ def test_hooks_that_change_the_weights(change: Callable[[nn.Module], None]) -> N
 def test_hooks_of_the_shared_expert(change: Callable[[nn.Module], None]) -> None:
     """Its own hooks change its weights: the layer is equal to a layer without hooks that has the changed weights."""
     torch.manual_seed(0)
-    moe, x = MoE(D, HIDDEN, 4, 2, shared_hidden_dim=32), torch.randn(48, D)
+    moe, x = MoE(D, HIDDEN, 4, RouterConfig(2), shared=SharedExpert(32)), torch.randn(48, D)
     assert moe.shared_expert is not None
     change(moe.shared_expert)
     with torch.no_grad():
@@ -106,7 +106,7 @@ def test_hooks_of_the_shared_expert(change: Callable[[nn.Module], None]) -> None
     handle = moe.shared_expert.register_forward_hook(look, prepend=True)
     got = moe(x.requires_grad_())[0].detach()
     handle.remove()
-    plain = MoE(D, HIDDEN, 4, 2, shared_hidden_dim=32)
+    plain = MoE(D, HIDDEN, 4, RouterConfig(2), shared=SharedExpert(32))
     state = {name: w for name, w in moe.state_dict().items() if not name.startswith("shared_expert.")}
     plain.load_state_dict(state | {f"shared_expert.{name}": w for name, w in seen.items()})
     assert torch.equal(got, plain(x)[0].detach())

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
-from mxep.torch_frontend import MoE, Recipe, ops, quantize_weights
+from mxep.torch_frontend import MoE, Recipe, RouterConfig, ops, quantize_weights
 from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.products import weights
 from mxep.torch_frontend.products.forms.fold import FoldForm
@@ -159,7 +159,7 @@ def test_nothing_outlives_the_call() -> None:
         gc.collect()
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
-    moe = MoE(64, 96, num_experts=4, top_k=2, recipe="mxfp8")
+    moe = MoE(64, 96, num_experts=4, router=RouterConfig(top_k=2), recipe="mxfp8")
     x = torch.randn(32, 64)
     moe(x)[0].sum().backward()
     before = tensors()
@@ -175,7 +175,7 @@ def test_ema_weights_around_an_evaluation() -> None:
 
     def final_loss(evaluate: bool) -> float:
         torch.manual_seed(0)
-        moe = MoE(64, 128, 4, 2, recipe="mxfp8")
+        moe = MoE(64, 128, 4, RouterConfig(2), recipe="mxfp8")
         opt, x = torch.optim.AdamW(moe.parameters(), lr=1e-2), torch.randn(64, 64)
         ema = [p.detach().clone() for p in moe.parameters()]
         loss = torch.zeros(())
@@ -216,7 +216,7 @@ def test_a_compiled_function_sees_the_weight_change() -> None:
 
 def test_moves_casts_and_loads_after_a_forward(tmp_path: Path) -> None:
     """Nothing refers to a parameter weakly: torch.utils.swap_tensors refuses those."""
-    moe = MoE(64, 64, 4, 2)
+    moe = MoE(64, 64, 4, RouterConfig(2))
     moe(torch.randn(8, 64))[0].sum().backward()
     dcp.save({"model": moe.state_dict()}, checkpoint_id=str(tmp_path), no_dist=True)
     torch.__future__.set_swap_module_params_on_conversion(True)

@@ -5,19 +5,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mxep.core_kernels.reference import choice
-from mxep.torch_frontend import MoE, route, update_selection_bias
+from mxep.torch_frontend import MoE, RouterConfig, SharedExpert, route, update_selection_bias
 from mxep.torch_frontend.routing.router import Routing, route_tokens, router_logits
 from torch import Tensor
 
 from ... import routed_layers
 from ...compare import gemm_bound, sqnr_db
+from ...layer_options import layer_options
 from ...routed_layers import DIM, EXPERTS, HIDDEN, LAYERS, SHARED, TOP_K
 from ..inputs import rows
 
 
 def layer_of(case: routed_layers.RoutedLayer, recipe: str) -> MoE:
-    options = {"selection_bias": len(case.bias) > 0, "shared_hidden_dim": SHARED, "recipe": recipe, **case.options}
-    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+    router = RouterConfig(TOP_K, selection_bias=len(case.bias) > 0, **case.options)
+    moe = MoE(DIM, HIDDEN, EXPERTS, router, shared=SharedExpert(SHARED), recipe=recipe)
     router, w1, w3, w2, shared = case.parameters
     state = {"router.weight": router, "experts.w1": w1, "experts.w2": w2, "experts.w3": w3}
     state |= dict(zip(("shared_expert.w1", "shared_expert.w3", "shared_expert.w2"), shared, strict=True))
@@ -76,7 +77,7 @@ def test_the_gradient_of_weights_and_shares(score_func) -> None:
     """Measured at least 137.1 dB, less 3."""
     logits, dweights, dshares = rows(40, 12, dtype=torch.float32), rows(40, 3).float(), rows(12).float()
     logits.requires_grad_()
-    routing = route(logits, 3, score_func=score_func, route_scale=1.5)
+    routing = route(logits, RouterConfig(3, score_func=score_func, route_scale=1.5))
     ((routing.weights * dweights).sum() + (routing.shares * dshares).sum()).backward()
     options = choice.Choice(3, score_func, route_scale=1.5)
     want = choice.route_vjp(dweights.numpy(), dshares.numpy(), logits.detach().numpy(), options)
@@ -104,7 +105,7 @@ def test_the_logits_of_bf16_values() -> None:
 def test_the_gradients_of_experts_and_router_meet_in_one_sum(of_x: bool) -> None:
     """One rounding to bf16 of the whole gradient of x, 55.5 dB less 0.3; of x that needs none, no gradient at all."""
     x, weight = rows(60, 64).requires_grad_(of_x), rows(8, 64).requires_grad_()
-    tokens, routing = route_tokens(x, weight, None, None, (2, "sigmoid", False, 1.0, 1, 1, "top2", False))
+    tokens, routing = route_tokens(x, weight, None, None, RouterConfig(2, score_func="sigmoid", normalize=False))
     assert torch.equal(tokens, x)
     assert tokens.requires_grad == of_x
     if not of_x:
@@ -133,17 +134,18 @@ def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
 
 
 def test_a_forced_balance() -> None:
-    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16", force_balance=True)
+    moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, force_balance=True), recipe="bf16")
     _, stats = moe(rows(40, DIM, dtype=torch.float32))
     assert stats.counts.tolist() == [40 * TOP_K // EXPERTS] * EXPERTS
 
 
 def test_a_bias_of_the_router_is_added_to_the_logits() -> None:
-    moe, x = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16", router_bias=True), rows(40, DIM, dtype=torch.float32)
+    moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, bias=True), recipe="bf16")
+    x = rows(40, DIM, dtype=torch.float32)
     with torch.no_grad():
         moe.router.bias.copy_(torch.arange(EXPERTS))
     y, stats = moe(x)
-    chosen = route(F.linear(x, moe.router.weight, moe.router.bias), TOP_K)
+    chosen = route(F.linear(x, moe.router.weight, moe.router.bias), RouterConfig(TOP_K))
     assert torch.equal(y, moe(x, chosen.experts, chosen.weights)[0])
     assert stats.counts[-1] > 20
     (grad,) = torch.autograd.grad(y.sum() + stats.aux_loss, moe.router.bias)
@@ -157,7 +159,7 @@ def test_a_bias_of_the_router_is_added_to_the_logits() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_experts_chosen_outside(dtype: torch.dtype, prob_in) -> None:
     """The layer's own choice, given to it, changes no bit of y or of a gradient."""
-    moe = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="mxfp8", prob_in=prob_in)
+    moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, prob_in=prob_in), recipe="mxfp8")
     x, dy = rows(5, 8, DIM, dtype=torch.float32).requires_grad_(), rows(5, 8, DIM).float()
     parameters = moe.experts.w1, moe.experts.w2, moe.experts.w3, moe.router.weight
     want, _ = moe(x)
@@ -174,7 +176,7 @@ def test_experts_chosen_outside(dtype: torch.dtype, prob_in) -> None:
 
 
 def test_any_number_of_experts_chosen_outside() -> None:
-    moe, x = MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16"), rows(6, DIM, dtype=torch.float32)
+    moe, x = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K), recipe="bf16"), rows(6, DIM, dtype=torch.float32)
     one = moe(x, torch.full((6, 1), 3), torch.ones(6, 1))[0]
     three = moe(x, torch.tensor([[3, 4, 5]]).repeat(6, 1), torch.tensor([[1.0, 0, 0]]).repeat(6, 1))[0]
     assert torch.equal(one, three)
@@ -191,7 +193,7 @@ def test_the_selection_bias_balances() -> None:
     bias = torch.zeros(8)
     for _ in range(100):
         counts = torch.bincount(
-            route(logits, 2, selection_bias=bias, score_func="sigmoid").experts.flatten(), minlength=8
+            route(logits, RouterConfig(2, score_func="sigmoid"), selection_bias=bias).experts.flatten(), minlength=8
         )
         bias = update_selection_bias(bias, counts, 0.01)
     assert counts.max() / counts.float().mean() < 1.2
@@ -249,7 +251,7 @@ MODELS = {
         "route_scale": 2.5,
         "num_groups": 8,
         "top_k_groups": 4,
-        "selection_bias": BIAS,
+        "selection_bias": True,
     },
 }
 
@@ -258,7 +260,9 @@ MODELS = {
 def test_the_routers_of_models(model) -> None:
     """The same experts in the same order. Weights: measured at least 141.5 dB, less 3."""
     logits = 2 * rows(400, 64, dtype=torch.float32)
-    got, (experts, weights) = route(logits, **MODELS[model]), model(logits)
+    router = RouterConfig(**MODELS[model])
+    bias = BIAS if router.selection_bias else None
+    got, (experts, weights) = route(logits, router, selection_bias=bias), model(logits)
     assert torch.equal(got.experts.long(), experts)
     assert sqnr_db(got.weights, weights) > 138.5
 
@@ -268,11 +272,11 @@ def test_the_routers_of_models(model) -> None:
 
 def moe(x: Tensor | None = None, **arguments) -> object:
     x = torch.zeros(3, DIM) if x is None else x
-    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, recipe="bf16")(x, **arguments)
+    return MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K), recipe="bf16")(x, **arguments)
 
 
 def made(**options) -> MoE:
-    return MoE(DIM, HIDDEN, EXPERTS, TOP_K, **options)
+    return MoE(DIM, HIDDEN, EXPERTS, **layer_options(TOP_K, **options))
 
 
 LOGITS, ONES = torch.zeros(3, 8), torch.ones(3, 2)
@@ -282,26 +286,32 @@ IDS = ONES.long()
 @pytest.mark.parametrize(
     ("error", "message", "run"),
     [
-        (TypeError, r"route: logits: got dtype torch.float64; allowed: float32", lambda: route(LOGITS.double(), 2)),
-        (ValueError, r"route: logits: got shape \(3, 513\); allowed: \(T, E\)", lambda: route(torch.zeros(3, 513), 2)),
-        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, 9)),
-        (ValueError, r"route: score_func: got 'relu'", lambda: route(LOGITS, 2, score_func="relu")),  # type: ignore[arg-type]
-        (ValueError, r"route: normalize: got False; allowed: True",
-         lambda: route(LOGITS, 2, score_func="softmax_of_chosen", normalize=False)),
-        (ValueError, r"route: route_scale: got inf", lambda: route(LOGITS, 2, route_scale=float("inf"))),
-        (ValueError, r"route: num_groups: got 3; allowed: divisors of 8", lambda: route(LOGITS, 2, num_groups=3)),
-        (ValueError, r"route: top_k_groups: got 5; allowed: 1 to num_groups = 4",
-         lambda: route(LOGITS, 2, num_groups=4, top_k_groups=5)),
+        (TypeError, r"route: logits: got dtype torch.float64; allowed: float32",
+         lambda: route(LOGITS.double(), RouterConfig(2))),
+        (ValueError, r"route: logits: got shape \(3, 513\); allowed: \(T, E\)",
+         lambda: route(torch.zeros(3, 513), RouterConfig(2))),
+        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, RouterConfig(9))),
+        (TypeError, r"route: router: got 2; allowed: a RouterConfig, such as RouterConfig\(top_k=2\)",
+         lambda: route(LOGITS, 2)),  # type: ignore[arg-type]
+        (ValueError, r"route: selection_bias: got None; allowed: a tensor",
+         lambda: route(LOGITS, RouterConfig(2, selection_bias=True))),
+        (ValueError, r"RouterConfig: normalize: got False; allowed: True",
+         lambda: RouterConfig(2, score_func="softmax_of_chosen", normalize=False)),
+        (ValueError, r"RouterConfig: route_scale: got inf", lambda: RouterConfig(2, route_scale=float("inf"))),
+        (ValueError, r"route: num_groups: got 3; allowed: divisors of 8",
+         lambda: route(LOGITS, RouterConfig(2, num_groups=3))),
+        (ValueError, r"RouterConfig: top_k_groups: got 5; allowed: 1 to num_groups = 4",
+         lambda: RouterConfig(2, num_groups=4, top_k_groups=5)),
         (ValueError, r"route: top_k: got 3; allowed: 1 to the experts of the chosen groups = 2",
-         lambda: route(LOGITS, 3, num_groups=4)),
+         lambda: route(LOGITS, RouterConfig(3, num_groups=4))),
         (ValueError, r"route: selection_bias: got shape \(7,\); allowed: \(8,\)",
-         lambda: route(LOGITS, 2, selection_bias=torch.zeros(7))),
+         lambda: route(LOGITS, RouterConfig(2), selection_bias=torch.zeros(7))),
         (TypeError, r"route: selection_bias: got dtype torch.float64",
-         lambda: route(LOGITS, 2, selection_bias=torch.zeros(8).double())),
+         lambda: route(LOGITS, RouterConfig(2), selection_bias=torch.zeros(8).double())),
         (ValueError, r"MoE: num_groups: got 3", lambda: made(num_groups=3)),
-        (ValueError, r"MoE: force_balance: got True", lambda: made(num_groups=2, force_balance=True)),
-        (TypeError, r"MoE: selection_bias: got 'x'", lambda: made(selection_bias="x")),
-        (ValueError, r"MoE: shared_hidden_dim: got 40", lambda: made(shared_hidden_dim=40)),
+        (ValueError, r"RouterConfig: force_balance: got True", lambda: made(num_groups=2, force_balance=True)),
+        (TypeError, r"RouterConfig: selection_bias: got 'x'", lambda: made(selection_bias="x")),
+        (ValueError, r"SharedExpert: hidden_dim: got 40", lambda: SharedExpert(40)),
         (ValueError, r"MoE: weights: got None; allowed: a tensor with experts", lambda: moe(experts=IDS)),
         (TypeError, r"MoE: experts: got dtype torch.int16", lambda: moe(experts=ONES.short(), weights=ONES)),
         (ValueError, r"MoE: experts: got shape \(2, 2\); allowed: \(3, 2", lambda: moe(experts=IDS[:2], weights=ONES)),
@@ -320,7 +330,7 @@ def test_bad_input(error: type[Exception], message: str, run) -> None:
 
 
 def test_a_routing_has_names() -> None:
-    routing = route(LOGITS, 2)
+    routing = route(LOGITS, RouterConfig(2))
     assert isinstance(routing, Routing)
     assert routing.experts.dtype == torch.int32
     np.testing.assert_array_equal(routing.experts, [[0, 1]] * 3)
