@@ -98,10 +98,12 @@ def _receive_rows(groups: Tensor, route: Route) -> Tensor:
 
 
 def _receive(groups: Tensor, route: Route) -> Tensor:
-    back, recipe = (route.input_splits, route.output_splits), route.recipe
+    recipe = route.recipe
     rows = gather(groups, route.row_map.inverse, route.row_map.row_map, folds(recipe, groups))
     mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
-    received = exchange_rows(rows, *back, route.group_name, mx, mx_grad, int(recipe.rounding))
+    received = exchange_rows(
+        rows, route.input_splits, route.output_splits, route.group_name, mx, mx_grad, int(recipe.rounding)
+    )
     return received.dequantize() if mx else received
 
 
@@ -110,12 +112,12 @@ def _receive_sums(groups: Tensor, probs: Tensor | None, route: Route, out_dtype:
     copies, recipe = route.copies, route.recipe
     assert copies is not None
     if not copies.summed:
-        legs = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad"), int(recipe.rounding)
-        return return_each(groups, route.way, *legs, out_dtype)
+        mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
+        return return_each(groups, route.way, mx, mx_grad, int(recipe.rounding), out_dtype)
     if probs is not None:
         column = gather(probs.reshape(-1, 1), route.order, route.slots)
-        splits = route.output_splits, route.input_splits
-        probs = probs_of_copies(exchange_rows(column, *splits, route.group_name, False, False, 0), copies)
+        sent = exchange_rows(column, route.output_splits, route.input_splits, route.group_name, False, False, 0)
+        probs = probs_of_copies(sent, copies)
     return exchange_sums(groups, probs, copies, recipe, route.group_name, out_dtype)
 
 

@@ -112,10 +112,10 @@ def tokens_to_groups(
         weights = torch.empty(0, dtype=torch.float32, device=order.device)
     else:
         weights = probs.detach().contiguous().view(-1)
-    order, token, slots, *of_groups, prob = ops.slot_map(counts, order, weights, top_k, recipe.alignment)
-    row_map, maps = RowMap(order, slots, *of_groups), (order, token, slots)
-    of_probs = (None, None) if probs is None else (probs, prob)
-    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, maps, recipe, group_name, *of_probs)
+    order, token, slots, padded_counts, ends, prob = ops.slot_map(counts, order, weights, top_k, recipe.alignment)
+    row_map, maps = RowMap(order, slots, padded_counts, ends), (order, token, slots)
+    prob = None if probs is None else prob
+    groups, prob, route = _replicas_to_groups(tokens, counts, row_map, maps, recipe, group_name, probs, prob)
     if recipe.sends_mx("dispatch_grad"):
         groups = sent_rows(groups, True, int(recipe.rounding))
     return groups, prob, route
@@ -136,43 +136,51 @@ def _replicas_to_groups(
 ) -> tuple[Tensor, Tensor | None, Route]:  # fmt: skip
     """One gather from tokens to padded groups. maps: of `_maps_of_slots`. prob: of each row, if there are probs."""
     x, top_k, (order, token, slots) = tokens.x, tokens.top_k, maps
-    splits = [tokens.order.shape[0]], [tokens.order.shape[0]]
+    replicas = tokens.order.shape[0]
     rounding = int(recipe.rounding) if recipe.sends_mx("dispatch") else None
     groups, prob = spread_tokens(x, probs, prob, token, slots.view(-1, top_k), rounding, folds(recipe, x))
-    return groups, prob, Route(row_map, counts, recipe, group_name, *splits, order, slots, top_k, None, token)
+    return (
+        groups,
+        prob,
+        Route(row_map, counts, recipe, group_name, [replicas], [replicas], order, slots, top_k, None, token),
+    )
 
 
 def _send(request: Request, deduplicate: Deduplicate) -> tuple[Tensor, Tensor, Route]:
     agreed, recipe, ranks = agree_on_counts(request, deduplicate), request.recipe, request.ranks
     rows, received = agreed.rows, agreed.received
     # torch's all-to-all takes its splits from the host: the one sync of the layer.
-    splits, of_copies = agreed_splits(request.counts, agreed, ranks.group_name)
+    (output_splits, input_splits), of_copies = agreed_splits(request.counts, agreed, ranks.group_name)
     local, name = received.shape[0] // ranks.degree, ranks.group_name
 
     def laid_out(num_rows: int) -> RowMap:
         return map_rows("dispatch", "counts", num_rows, received, ranks.degree, local, recipe.alignment)
 
     if agreed.layout is None:
-        arrived = exchange_tokens(rows, *splits, recipe, name)
+        arrived = exchange_tokens(rows, output_splits, input_splits, recipe, name)
         row_map = laid_out(arrived.shape[0])
         groups = gather(arrived, row_map.row_map, row_map.inverse, folds(recipe, arrived))
-        route = Route(row_map, agreed.totals, recipe, name, *splits)
+        route = Route(row_map, agreed.totals, recipe, name, output_splits, input_splits)
         if isinstance(rows, TokenReplicas):
             route = route._replace(order=rows.order, slots=rows.inverse, top_k=rows.top_k)
         return groups, row_map.padded_counts, route
     assert isinstance(rows, TokenReplicas)
-    slots = exchange_slots(agreed.layout.slots, *splits, name)
+    slots = exchange_slots(agreed.layout.slots, output_splits, input_splits, name)
     row_map = laid_out(slots.shape[0])
-    numbers = received.view(ranks.degree, -1).sum(1), agreed.copies[:, 0]
-    summed = deduplicate == "both"
-    copies = map_copies(agreed.layout, slots, *numbers, row_map, rows.top_k, *of_copies, summed)
-    route = Route(row_map, agreed.totals, recipe, name, *splits, rows.order, rows.inverse, rows.top_k, copies)
+    of_ranks, (copies_out, copies_in), summed = received.view(ranks.degree, -1).sum(1), of_copies, deduplicate == "both"
+    copies = map_copies(
+        agreed.layout, slots, of_ranks, agreed.copies[:, 0], row_map, rows.top_k, copies_out, copies_in, summed
+    )
+    route = Route(
+        row_map, agreed.totals, recipe, name, output_splits, input_splits, rows.order, rows.inverse, rows.top_k, copies
+    )
     if summed:
-        arrived = exchange_tokens(TokenReplicas(rows.x, *copies[:3]), *of_copies, recipe, name)
+        sent = TokenReplicas(rows.x, copies.order, copies.inverse, copies.width)
+        arrived = exchange_tokens(sent, copies_out, copies_in, recipe, name)
         groups = spread(arrived, copies.group_order, copies.group_slots.view(-1), rows.top_k)
     else:
-        legs = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad"), int(recipe.rounding)
-        groups = send_once(rows.x, route.way, *legs)
+        mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
+        groups = send_once(rows.x, route.way, mx, mx_grad, int(recipe.rounding))
     return groups, row_map.padded_counts, route
 
 
@@ -209,8 +217,7 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
 
 
 def _send_probs(column: Tensor, route: Route) -> Tensor:
-    splits = route.output_splits, route.input_splits
-    received = exchange_rows(column, *splits, route.group_name, False, False, 0)
+    received = exchange_rows(column, route.output_splits, route.input_splits, route.group_name, False, False, 0)
     return gather(received, route.row_map.row_map, route.row_map.inverse)
 
 

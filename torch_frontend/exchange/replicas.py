@@ -111,8 +111,10 @@ def map_copies(
     # A padding row, and a slot without a replica, picks the -1 at the end.
     group_order, group_slots = _followed(replica_order, row_map.row_map), _followed(row_map.inverse, replica_slots)
     group_slots = group_slots.view(-1, top_k)
-    maps = replica_order, replica_slots, group_order, group_slots, output_splits, input_splits, summed
-    return Copies(order, inverse, width, *maps)
+    return Copies(
+        order, inverse, width, replica_order, replica_slots, group_order, group_slots, output_splits, input_splits,
+        summed,
+    )  # fmt: skip
 
 
 def _scatter(size: int, places: Tensor, values: Tensor) -> Tensor:
@@ -133,10 +135,9 @@ def exchange_sums(
     """(T, N): the sums over a rank's replicas, weighted by probs (R, top_k), sent back and added; differentiable."""
     rounding, mx = int(recipe.rounding), recipe.sends_mx("combine")
     mx_grad = recipe.sends_mx("combine_grad")
-    maps = copies.group_slots, copies.group_order, groups.dtype
-    sums = combine_slots(groups, probs, *maps, rounding if mx_grad else None)
-    splits = copies.input_splits, copies.output_splits
-    sums = exchange_rows(sums, *splits, group_name, mx, mx_grad, rounding)
+    of_gradient = rounding if mx_grad else None
+    sums = combine_slots(groups, probs, copies.group_slots, copies.group_order, groups.dtype, of_gradient)
+    sums = exchange_rows(sums, copies.input_splits, copies.output_splits, group_name, mx, mx_grad, rounding)
     sums = sums.dequantize() if mx else sums
     return combine_slots(sums, None, copies.inverse.view(-1, copies.width), copies.order, out_dtype, None)
 
