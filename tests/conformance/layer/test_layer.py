@@ -15,8 +15,6 @@ An expert has the same rows in the same padded group for any number of ranks, so
 router's fp32 product has fewer tokens on a rank and differs in its last bits.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ import pytest
 from mxep.core_kernels.quantize import oracle
 from mxep.core_kernels.reference import choice, collectives
 
+from ...ranks.fixture import Ranks, StartRanks
 from .. import check
 from ..backends import adapter, dense_layer
 from ..cases import BF16
@@ -75,12 +74,12 @@ def test_what_the_recipe_costs_a_layer_and_its_statistics(backend: str, name: st
 class TorchRanks:
     """Results of the four processes, by case."""
 
-    def __init__(self, files: list[Mapping[str, Array]]) -> None:
-        self.files = files
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
 
     def layer(self, name: str, recipe: str, degree: int) -> dict[str, Array]:
         """The layer on `degree` ranks, put together: y, counts, and the gradients of x, router, w1, w2, w3."""
-        parts = [self._strip(file, f"{degree}/{name}/{recipe}/") for file in self.files[:degree]]
+        parts = self.ranks.run(f"{degree}/{name}/{recipe}")[:degree]
         together = {key: np.concatenate([part[key] for part in parts]) for key in ("y", "x", "w1", "w2", "w3")}
         counts = [part["counts"] for part in parts]
         assert all((of_rank == counts[0]).all() for of_rank in counts)  # of all ranks' tokens
@@ -88,27 +87,17 @@ class TorchRanks:
 
     def wire(self, name: str) -> list[dict[str, Array]]:
         """Per rank: q, sf, rows.grad, back, grad.q, grad.sf."""
-        return [self._strip(file, f"wire/{name}/") for file in self.files]
-
-    @staticmethod
-    def _strip(file: Mapping[str, Array], prefix: str) -> dict[str, Array]:
-        keys = [key for key in file if key.startswith(prefix)]
-        return {key.removeprefix(prefix): file[key] for key in keys}
-
-
-def started(out: Path) -> TorchRanks:
-    """Run the four processes and read their results."""
-    from ...torch_frontend.forked import run_script  # torch is not everywhere
-
-    status, errors = run_script(Path(__file__).with_name("torch_ranks.py"), RANKS, out / "store", out)
-    assert status == 0, errors
-    return TorchRanks([dict(np.load(out / f"rank{rank}.npz")) for rank in range(RANKS)])
+        return self.ranks.run(f"wire/{name}")
 
 
 @pytest.fixture(scope="module")
-def ranks(backend: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ranks(backend: str, start_ranks: StartRanks) -> Any:
     """`layer` and `wire` on several ranks, see TorchRanks."""
-    return started(tmp_path_factory.mktemp("ranks")) if backend == "torch" else adapter(backend)
+    if backend != "torch":
+        return adapter(backend)
+    from . import torch_ranks  # torch is not everywhere
+
+    return TorchRanks(start_ranks(torch_ranks, RANKS))
 
 
 expert_parallel = pytest.mark.needs("EXPERT_PARALLEL")

@@ -1,33 +1,29 @@
-"""The ranks of the expert-parallel runs in PyTorch, four for test_layer.py.
-
-    arguments: RANKS STORE OUT     results: OUT/rank{rank}.npz, key "degree/case/recipe/what"
+"""The expert-parallel runs in PyTorch, on four ranks; test_layer.py runs them and reads their results.
 
 A group of `ep` ranks shares the experts; with four processes and ep = 1 or 2 there are several groups with the
-same tokens. gloo uses a file store, so that no port is needed.
+same tokens.
 """
 
-import os
-import sys
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from mxep import torch_frontend as mxep
 from mxep.torch_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd, a2a_dispatch_mxfp8_fwd_hp_bwd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from tests.compare import to_numpy
-from tests.conformance.backends.arrays import to_torch
-from tests.conformance.backends.torch import moe_module
-from tests.conformance.cases import BF16
-from tests.conformance.layer.layers import LAYERS, RANKED_RUNS, RUNS, WIRE, Layer, Wire
-from tests.torch_frontend.forked import fork_ranks
+from ...compare import to_numpy
+from ..backends.arrays import to_torch
+from ..backends.torch import moe_module
+from .layers import LAYERS, RANKED_RUNS, RANKS, RUNS, WIRE, Layer, Wire
 
-DEGREES = (1, 2, 4)
+
+@cache
+def mesh_of(degree: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS // degree, degree), mesh_dim_names=("dp", "ep"))["ep"]
 
 
 def layer(case: Layer, recipe: str, mesh: DeviceMesh) -> dict[str, np.ndarray]:
@@ -60,27 +56,10 @@ def wire(case: Wire, mesh: DeviceMesh) -> dict[str, np.ndarray]:
     return {name: to_numpy(tensor) for name, tensor in results.items()}
 
 
-def main(rank: int, ranks: int, store: str, out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
-    results = {}
-    for degree in DEGREES:
-        mesh = init_device_mesh("cpu", (ranks // degree, degree), mesh_dim_names=("dp", "ep"))["ep"]
-        for name, recipe in (case[:2] for case in RANKED_RUNS if case[2] == degree):
-            values = layer(LAYERS[name], recipe, mesh)
-            results |= {f"{degree}/{name}/{recipe}/{key}": value for key, value in values.items()}
-        if degree == ranks:
-            for name, case in WIRE.items():
-                results |= {f"wire/{name}/{key}": value for key, value in wire(case, mesh).items()}
-    # bf16 is saved as its bits: npz knows no ml_dtypes
-    bits = {key: v.view(np.uint16) if v.dtype == BF16 else v for key, v in results.items()}
-    np.savez(out / f"rank{rank}.npz", **bits)
-    dist.barrier()  # a rank that leaves while another still sends to it breaks its connection
-    os._exit(0)  # gloo's threads may still drop tensors, which aborts while Python ends
-
-
-if __name__ == "__main__":
-    count = int(sys.argv[1])
-    main(fork_ranks(count), count, sys.argv[2], Path(sys.argv[3]))
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    assert ranks == RANKS
+    layers = {
+        f"{degree}/{name}/{run}": lambda of=(name, run, degree): layer(LAYERS[of[0]], of[1], mesh_of(of[2]))
+        for name, run, degree in RANKED_RUNS
+    }
+    return layers | {f"wire/{name}": lambda case=case: wire(case, mesh_of(RANKS)) for name, case in WIRE.items()}

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ...conformance.backends.torch import to_torch
-from ...torch_frontend.forked import fork_ranks
 from ..hashes import digits_of, digits_of_text
 from ..records import INPUTS, Case, Entry
 from .layers import RANKED, RANKS, RankedLayer
@@ -23,6 +22,18 @@ from .layers_torch import module, results
 
 PARTS = (slice(0, 40), slice(40, None))
 """The tokens of each rank."""
+
+
+def fork_ranks(ranks: int) -> int:
+    """Return in every rank with its number. The calling process waits for them, and exits with 1 if one has failed."""
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child == 0:
+            return rank
+        children.append(child)
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    os._exit(any(failed))
 
 
 def start(store: str) -> int:

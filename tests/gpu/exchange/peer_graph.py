@@ -85,11 +85,11 @@ def no_growth_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
     assert "needs more than any before, in a graph" in str(error), error
 
 
-def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
+def checks(mesh: Callable[[], DeviceMesh], opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
     """opened: new memory of the mesh's group with a capacity of so many rows."""
     return {
-        **{f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh, opened(None), r) for r in RECIPES},
-        **{f"graph, {r}": lambda r=r: graph(mesh, opened(None), r) for r in RECIPES},
-        "graph of stated rows": lambda: graph(mesh, opened(TOKENS * TOP_K * 3 // 2), "mxfp8"),
-        "no growth in a graph": lambda: no_growth_in_a_graph(mesh, opened(None)),
+        **{f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh(), opened(None), r) for r in RECIPES},
+        **{f"graph, {r}": lambda r=r: graph(mesh(), opened(None), r) for r in RECIPES},
+        "graph of stated rows": lambda: graph(mesh(), opened(TOKENS * TOP_K * 3 // 2), "mxfp8"),
+        "no growth in a graph": lambda: no_growth_in_a_graph(mesh(), opened(None)),
     }

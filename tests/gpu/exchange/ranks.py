@@ -1,4 +1,5 @@
 """Checks of expert parallelism in training over NCCL, and of every transport, one process per GPU. test_ranks.py runs
+each as a test; without pytest
 
 torchrun --standalone --nproc-per-node N -m tests.gpu.exchange.ranks [WORDS]      WORDS: of the names of checks to run
 torchrun --standalone --nproc-per-node N -m tests.gpu.exchange.ranks alone NAME   rank 0 gets an error while rows move
@@ -11,10 +12,10 @@ process, which goes on in between.
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
-from typing import NoReturn
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,50 +39,67 @@ LIMIT = timedelta(seconds=60)
 Check = Callable[[], object]
 
 
-def training(mesh: DeviceMesh) -> dict[str, Check]:
-    pair = init_device_mesh("cuda", (1, mesh.size()), mesh_dim_names=("dp", "ep"))
+@cache
+def world() -> DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+@cache
+def pair() -> DeviceMesh:
+    return init_device_mesh("cuda", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+
+
+def training(ranks: int) -> dict[str, Check]:
     # One rank has nothing to sum before it sends.
-    of_replicas = ep_replicas.CHECKS if mesh.size() > 1 else {}
+    of_replicas = ep_replicas.CHECKS if ranks > 1 else {}
     return {
-        **{f"trains {p}": partial(ep_training.ranks_train_as_one_process, mesh, *p) for p in PROGRAMS},
-        "one norm, one optimizer": lambda: ep_training.one_norm_one_optimizer(mesh),
-        "saved, moved and cast": lambda: ep_training.saved_moved_and_cast(mesh),
-        **{f"one data rank {n}": partial(ep_training.one_data_rank, pair, of) for n, of in OFFLOADED.items()},
-        **{f"replicas {n}": partial(check, mesh.get_group()) for n, check in of_replicas.items()},
+        **{f"trains {p}": lambda p=p: ep_training.ranks_train_as_one_process(world(), *p) for p in PROGRAMS},
+        "one norm, one optimizer": lambda: ep_training.one_norm_one_optimizer(world()),
+        "saved, moved and cast": lambda: ep_training.saved_moved_and_cast(world()),
+        **{f"one data rank {n}": lambda of=of: ep_training.one_data_rank(pair(), of) for n, of in OFFLOADED.items()},
+        **{f"replicas {n}": lambda check=check: check(world().get_group()) for n, check in of_replicas.items()},
     }
 
 
-def transports(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, Check]]]:
-    group = mesh.get_group()
-    for transport in (ep_overlap.Poisoned(group), CopyEngines(group, chunk_bytes=1)):
-        checks = {n: partial(check, transport) for n, check in ep_overlap.CHECKS.items()}
-        yield type(transport).__name__, checks | ep_skips.checks(mesh, transport, ep_skips.E // mesh.size())
-
-    def opened(rows: int | None) -> PeerMemory:
-        return PeerMemory(group, rows, timeout=LIMIT)
-
-    memory = opened(ep_overlap.MOST_TOKENS * ep_overlap.TOP_K * mesh.size())
-    yield (
-        "PeerMemory",
-        {
-            **{n: partial(check, memory) for n, check in ep_overlap.checks("swiglu").items()},
-            **ep_peers.checks(mesh, opened),
-            **peer_graph.checks(mesh, opened),
-        },
-    )
+@cache
+def poisoned() -> Collectives:
+    return ep_overlap.Poisoned(world().get_group())
 
 
-def run(name: str, checks: dict[str, Check], words: str) -> None:
-    """All checks whose names have the words, and their number."""
-    chosen = {f"{name}: {n}": check for n, check in checks.items() if words in f"{name}: {n}"}
-    for title, check in chosen.items():
-        if dist.get_rank() == 0:
-            print(title, flush=True)
-        check()
-        torch.cuda.synchronize()  # an error of the GPU belongs to this check
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"{name}: {len(chosen)} checks passed", flush=True)
+@cache
+def copy_engines() -> CopyEngines:
+    return CopyEngines(world().get_group(), chunk_bytes=1)
+
+
+def opened(rows: int | None) -> PeerMemory:
+    return PeerMemory(world().get_group(), rows, timeout=LIMIT)
+
+
+@cache
+def peer_memory() -> PeerMemory:
+    return opened(ep_overlap.MOST_TOKENS * ep_overlap.TOP_K * dist.get_world_size())
+
+
+def over(transport: Callable[[], Any], of: dict[str, Callable[[Any], None]]) -> dict[str, Check]:
+    return {name: lambda check=check: check(transport()) for name, check in of.items()}
+
+
+def checks(ranks: int) -> dict[str, Check]:
+    groups = {f"{ranks} ranks": training(ranks)}
+    if ranks > 1:
+        for name, transport in (("Poisoned", poisoned), ("CopyEngines", copy_engines)):
+            skips = ep_skips.of_a_transport(world, transport, ep_skips.E // ranks)
+            groups[name] = over(transport, ep_overlap.CHECKS) | skips
+        of_memory = ep_peers.checks(world, opened) | peer_graph.checks(world, opened)
+        groups["PeerMemory"] = over(peer_memory, ep_overlap.checks("swiglu")) | of_memory
+    return {
+        f"{group}: {name}": partial(synchronized, check) for group, of in groups.items() for name, check in of.items()
+    }
+
+
+def synchronized(check: Check) -> None:
+    check()
+    torch.cuda.synchronize()  # an error of the GPU belongs to this check
 
 
 def alone(mesh: DeviceMesh, name: str) -> NoReturn:
@@ -119,12 +137,16 @@ def alone(mesh: DeviceMesh, name: str) -> NoReturn:
 def main(words: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", timeout=timedelta(seconds=20) if words.startswith("alone ") else LIMIT)
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     if words.startswith("alone "):
-        alone(mesh, words.removeprefix("alone "))
-    run(f"{mesh.size()} ranks", training(mesh), words)
-    for name, checks in transports(mesh) if mesh.size() > 1 else ():
-        run(name, checks, words)
+        alone(world(), words.removeprefix("alone "))
+    chosen = {name: check for name, check in checks(dist.get_world_size()).items() if words in name}
+    for name, check in chosen.items():
+        if dist.get_rank() == 0:
+            print(name, flush=True)
+        check()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"{len(chosen)} checks passed", flush=True)
     dist.destroy_process_group()
 
 

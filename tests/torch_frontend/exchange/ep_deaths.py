@@ -1,17 +1,10 @@
-"""One of three ranks dies or hangs in mid step, over gloo: the others end with an error; started by test_ep_deaths.py.
-
-arguments: OUT      OUT/{stage}-{rank}: where a rank was, its seconds until the error, and the error
-
-All stages run at once. A rank is a fork of this process, which has imported torch and started no thread.
-"""
+"""One of three ranks dies or hangs in mid step, over gloo: the others end with an error; run by test_ep_deaths.py."""
 
 import os
 import signal
-import sys
 import time
-import traceback
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -72,22 +65,18 @@ class Fatal(Collectives):
         return leg
 
 
-def run(rank: int, stage: str, out: Path) -> None:
-    torch.set_num_threads(1)
-    store, limit = dist.FileStore(str(out / f"{stage}-store"), RANKS), timedelta(seconds=STAGES[stage].limit)
-    store.set_timeout(limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+def run(stage: str) -> tuple[str, float, str]:
+    """Where this rank was, its seconds until the error, and the error."""
     assert dist.group.WORLD is not None
-    # A rank is connected before the others know it: one that dies at once would end their init_process_group.
-    store.set(f"connected-{rank}", "")
-    store.wait([f"connected-{other}" for other in range(RANKS)])
+    # A rank is connected before the others know it: one that dies at once would end their first collective.
+    dist.barrier()
     transport = Fatal(dist.group.WORLD, stage)
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
     # A layer knows the number of experts and begins with the counts; the function compares sizes first.
     experts = 6 if STAGES[stage].leg == -1 else 0
     ranks = Ranks(dist.group.WORLD.group_name, RANKS, experts, "cpu")
     where, start = "forward", time.monotonic()
-    if rank == VICTIM and STAGES[stage].leg < 0:
+    if dist.get_rank() == VICTIM and STAGES[stage].leg < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         recipe = RECIPES["mxfp8"]
@@ -99,29 +88,9 @@ def run(rank: int, stage: str, out: Path) -> None:
         error = "none"
     except RuntimeError as found:
         error = str(found)
-    Path(out, f"{stage}-{rank}").write_text(f"{where}\n{time.monotonic() - start}\n{error}")
+    return where, time.monotonic() - start, error
 
 
-def main(out: Path) -> None:
-    pids = {}
-    for stage in STAGES:
-        for rank in range(RANKS):
-            pid = os.fork()
-            if not pid:
-                try:
-                    run(rank, stage, out)
-                    os._exit(0)
-                except BaseException:
-                    traceback.print_exc()
-                    os._exit(1)
-            pids[stage, rank] = pid
-    failed = [who for who, pid in pids.items() if who[1] != VICTIM and os.waitpid(pid, 0)[1]]
-    for (_, rank), pid in pids.items():  # the one that hangs
-        if rank == VICTIM:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    assert not failed, failed
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    assert ranks == RANKS
+    return {stage: partial(run, stage) for stage in STAGES}

@@ -1,19 +1,13 @@
-"""One of two ranks: what is wrong on one raises on both, nothing waits; started by test_ep_errors.py and, over NCCL, by
+"""What is wrong on one of two ranks raises on both, and nothing waits; run by test_ep_errors.py and, over NCCL, by
 tests/gpu/exchange/test_ranks.py.
-
-python ep_errors.py RANK STORE OUT BACKEND      OUT/rank{RANK}: a check that passed per line
 
 Each check gives one rank a bad argument, or the two ranks arguments that contradict each other. A rank that is not told
 waits for the other until the time-out, which ends it.
 """
 
-import os
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,12 +42,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ...layer_options import layer_options
 
-RANK, RANKS, E, D = int(sys.argv[1]), 2, 4, 64
-BACKEND = sys.argv[4]
-DEVICE = torch.device("cuda", RANK) if BACKEND == "nccl" else torch.device("cpu")
-X = torch.ones(6, D, device=DEVICE).bfloat16()
-COUNTS = torch.tensor([1, 2, 3, 0], device=DEVICE)
-GROUP = "default"
+RANKS, E, D = 2, 4, 64
+RANK, DEVICE, GROUP = 0, torch.device("cpu"), "default"
+X, COUNTS = torch.ones(6, D).bfloat16(), torch.tensor([1, 2, 3, 0])
+
+
+def begin(rank: int) -> None:
+    """Its number, its device and its tensors."""
+    global RANK, DEVICE, GROUP, X, COUNTS
+    assert dist.group.WORLD is not None
+    RANK, GROUP = rank, dist.group.WORLD.group_name
+    DEVICE = torch.device("cuda", RANK) if dist.get_backend() == "nccl" else torch.device("cpu")
+    X, COUNTS = X.to(DEVICE), COUNTS.to(DEVICE)
 
 
 def raises(words: str, others_words: str, run: Callable[[], object], error: type[Exception] = ValueError) -> None:
@@ -63,11 +63,11 @@ def raises(words: str, others_words: str, run: Callable[[], object], error: type
         run()
 
 
-def send(rows: object = X, counts: object = COUNTS, probs: object = None) -> None:
+def send(**changed: Any) -> None:
     """`dispatch` with these arguments on rank 0, and with right ones on rank 1."""
-    mine = (rows, counts, probs) if RANK == 0 else (X, COUNTS, None)
+    mine = {"rows": X, "counts": COUNTS, "probs": None} | (changed if RANK == 0 else {})
     ranks = Ranks(GROUP, RANKS, E, DEVICE.type)
-    dispatch_over(Request("test", *mine[:2], RECIPES["mxfp8"], ranks, mine[2]))  # type: ignore[arg-type]
+    dispatch_over(Request("test", mine["rows"], mine["counts"], RECIPES["mxfp8"], ranks, mine["probs"]))
 
 
 def bad_arguments_of_dispatch() -> None:
@@ -100,7 +100,9 @@ def bad_arguments_of_dispatch() -> None:
     rows, probs = X.clone().requires_grad_(), torch.ones(6, device=DEVICE)
     for name, here, weights in (("gradients", "rows", None), ("probs", "given", probs)):
         words = f"{name}: got none on rank 1; allowed: {here}, as here"
-        raises(words, f"{name}: got {here} on rank 0; allowed: none, as here", lambda w=weights: send(rows, COUNTS, w))
+        raises(
+            words, f"{name}: got {here} on rank 0; allowed: none, as here", lambda w=weights: send(rows=rows, probs=w)
+        )
 
 
 def ranks_of_a_layer_that_differ() -> None:
@@ -351,34 +353,16 @@ def bad_arguments_of_overlapped_experts() -> None:
     assert expert_parallel_mm(X, w, COUNTS, group=GROUP).shape == (6, 32)
 
 
-CHECKS = [
-    bad_arguments_of_overlapped_experts,
-    bad_arguments_of_dispatch,
-    ranks_of_a_layer_that_differ,
-    experts_that_nobody_agreed_on,
-    counts_of_two_dtypes,
-    bad_arguments_of_an_all_to_all,
-    groups_that_are_none,
-    bad_arguments_of_parallel_experts,
-]
-
-
-def main(store: str, out: str) -> None:
-    global GROUP
-    torch.set_num_threads(1)
-    options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=30)}
-    if DEVICE.type == "cuda":
-        torch.cuda.set_device(DEVICE)
-    dist.init_process_group(BACKEND, store=dist.FileStore(store, RANKS), **options)
-    assert dist.group.WORLD is not None
-    GROUP = dist.group.WORLD.group_name
-    for check in CHECKS:
-        check()
-        with Path(out, f"rank{RANK}").open("a") as passed:
-            passed.write(check.__name__ + "\n")
-    dist.barrier()
-    os._exit(0)  # gloo's threads may still drop tensors, which aborts while Python ends
-
-
-if __name__ == "__main__":
-    main(*sys.argv[2:4])
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    assert ranks == RANKS
+    functions = (
+        bad_arguments_of_overlapped_experts,
+        bad_arguments_of_dispatch,
+        ranks_of_a_layer_that_differ,
+        experts_that_nobody_agreed_on,
+        counts_of_two_dtypes,
+        bad_arguments_of_an_all_to_all,
+        groups_that_are_none,
+        bad_arguments_of_parallel_experts,
+    )
+    return {function.__name__: function for function in functions}

@@ -1,18 +1,11 @@
-"""One of two ranks, or both, get an error in a transfer and catch it, as a script does that skips a batch; started by
-test_ep_skips.py, over gloo, and of a transport by peer_ranks.py and tests/gpu/exchange/ranks.py.
+"""One of two ranks, or both, get an error in a transfer and catch it, as a script does that skips a batch; run by
+test_ep_skips.py, over gloo, and of a transport by peer_ranks.py and tests/gpu/exchange/ranks.py."""
 
-arguments: OUT      OUT/{where}-{who}-{rank}: the end of each step and its seconds, a step per line
-"""
-
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import cache, partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,22 +73,27 @@ def skips_a_batch(mesh: DeviceMesh, transport: Any, where: str, chunk: int) -> N
             assert torch.equal(got, want), (where, chunk, seed)
 
 
-def checks(mesh: DeviceMesh, transport: Any, chunks: int) -> dict[str, Callable[[], object]]:
+def of_a_transport(
+    mesh: Callable[[], DeviceMesh], transport: Callable[[], Any], chunks: int
+) -> dict[str, Callable[[], object]]:
     """chunks: of a call over this transport."""
     places = product(WHERE, sorted({0, chunks - 1}))
-    return {f"skips {w} {c}": lambda w=w, c=c: skips_a_batch(mesh, transport, w, c) for w, c in places}
+    return {f"skips {w} {c}": lambda w=w, c=c: skips_a_batch(mesh(), transport(), w, c) for w, c in places}
 
 
-def run(where: str, who: str, rank: int, out: Path) -> None:
-    torch.set_num_threads(1)
-    store, limit = dist.FileStore(str(out / f"{where}-{who}-store"), RANKS), timedelta(seconds=LIMIT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    transport = Collectives(mesh.get_group(), chunk_bytes=1)
-    if who == "all":
-        for check in checks(mesh, transport, E // RANKS).values():
-            check()
-    moe, lines = layer(mesh, transport), []
+@cache
+def world() -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS,))
+
+
+@cache
+def transport() -> Collectives:
+    return Collectives(world().get_group(), chunk_bytes=1)
+
+
+def run(where: str, who: str) -> list[tuple[float, str]]:
+    """The seconds and the end of each step."""
+    moe, rank, found = layer(world(), transport()), dist.get_rank(), []
     for seed in range(STEPS):
         start = time.monotonic()
         try:
@@ -106,26 +104,12 @@ def run(where: str, who: str, rank: int, out: Path) -> None:
                 step(moe, seed, rank)
             end = "right"
         except RuntimeError as error:
-            end = f"{type(error).__name__}: {error}".replace("\n", " ")
-        lines.append(f"{time.monotonic() - start} {end}")
-    Path(out, f"{where}-{who}-{rank}").write_text("\n".join(lines))
+            end = f"{type(error).__name__}: {error}"
+        found.append((time.monotonic() - start, end))
+    return found
 
 
-def main(out: Path) -> None:
-    pids = []
-    for where, who, rank in product(WHERE, WHO, range(RANKS)):
-        pid = os.fork()
-        if not pid:
-            try:
-                run(where, who, rank, out)
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        pids.append(pid)
-    failed = [pid for pid in pids if os.waitpid(pid, 0)[1]]
-    assert not failed
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    assert ranks == RANKS
+    steps = {f"{where}-{who}": partial(run, where, who) for where, who in product(WHERE, WHO)}
+    return of_a_transport(world, transport, E // RANKS) | steps

@@ -1,11 +1,9 @@
-"""Expert parallelism over gloo, four processes at once; the checks themselves are in ep_ranks.py."""
+"""Expert parallelism over gloo, on four processes; the checks are in ep_ranks.py."""
 
 import gc
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,88 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
-from ..forked import run_ranks
-from .ep_repeated import OVER_RANKS
+from ...ranks.fixture import Ranks, StartRanks
+from . import ep_ranks
 
 RANKS = 4
-SCRIPT = Path(__file__).with_name("ep_ranks.py")
-RECIPES = (
-    "bf16",
-    "mxfp8",
-    "mxfp8_wgrad_with_hp",
-    "fp8_rowwise",
-    "fp8_blockwise",
-    "mxfp8 folded",
-    "mxfp8 in all transfers",
-)
-DEGREES = [
-    f"equal_to_dense[{ep}-{run}-{prob_in}]" for ep in (1, 2, 4) for run in RECIPES for prob_in in ("combine", "swiglu")
-]
-OVERLAPPED = [
-    "routings",
-    "weights inside",
-    *(f"recipe {recipe}" for recipe in (*RECIPES, "bf16 in all transfers")),
-    "frozen weights",
-    "cached weights",
-    "products of rows",
-    "products of rows, all transfers",
-    "products of replicas",
-    "folded products",
-]
-CHECKS = [
-    *DEGREES,
-    "reload_between_degrees",
-    "tutorial_flow",
-    "empty_rank_and_hot_expert",
-    "wire_of_a2a_dequant",
-    "dispatch_is_one_collective",
-    "a_token_is_quantized_once",
-    "several_layers_and_recomputation",
-    "saved_of_sharded_experts",
-    "nothing_saved_of_gathered_weights",
-    "writes_to_the_local_part",
-    "collectives_on_the_weight",
-    "ranks_train_as_one_process[2-mxfp8_wgrad_with_hp-mean-combine]",
-    "ranks_train_as_one_process[4-mxfp8-mean-swiglu]",
-    "ranks_train_as_one_process[2-bf16-sum-combine]",
-    "ranks_train_as_one_process[2-bf16-mean-input]",
-    "sharded_twice[bf16]",
-    "sharded_twice[mxfp8]",
-    "sharded_twice[overlapped]",
-    "one_norm_one_optimizer",
-    "saved_moved_and_cast",
-    *(f"overlapped[{ep}-{name}]" for ep in (2, 4) for name in OVERLAPPED),
-    "overlapped_layer[2-combine]",
-    "overlapped_layer[4-swiglu]",
-    *(f"replicas[{ep}-{name}]" for ep in (2, 4) for name in ("routings", "recipes", "subset")),
-    "replicas_of_a_layer[2-combine]",
-    "replicas_of_a_layer[4-swiglu]",
-    *(f"repeated_experts[{prob_in}-{how}]" for prob_in, how in OVER_RANKS),
-    "bad_input",
-    "other_styles",
-    "group_that_is_gone",
-    *(f"compiled_layer[{how}]" for how in ("combine-None", "swiglu-None", "swiglu-dispatch", "combine-both")),
-    "compiled_names_of_torchao",
-]
-
-
-class Ranks(NamedTuple):
-    passed: list[list[str]]  # by rank
-    errors: str
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return Ranks(*run_ranks(SCRIPT, RANKS, tmp_path_factory.mktemp("ranks")))
+def ranks(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(ep_ranks, RANKS)
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", ep_ranks.checks(RANKS))
 def test_over_gloo(ranks: Ranks, check: str) -> None:
-    assert [check in passed for passed in ranks.passed] == [True] * RANKS, ranks.errors
-
-
-def test_no_check_is_forgotten(ranks: Ranks) -> None:
-    assert ranks.passed == [CHECKS] * RANKS, ranks.errors
+    ranks.run(check)
 
 
 def test_alone_nothing_needs_a_process_group() -> None:

@@ -1,10 +1,7 @@
 """torchtitan's routed experts by its overrides: against its own in bf16, over ranks, and what is refused."""
 
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +18,8 @@ from torchtitan.models.deepseek_v3 import model_registry
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 from ...compare import sqnr_db
+from ...ranks.fixture import Ranks, StartRanks
+from . import titan_ranks
 
 MODULE = "mxep.torch_frontend.integrations.torchtitan"
 SIZES: dict[str, Any] = {"dim": 64, "hidden_dim": 96, "num_experts": 8, "top_k": 2, "param_init": {}}
@@ -86,22 +85,14 @@ def test_overrides_of_a_model() -> None:
             assert recipe == Recipe.parse("mxfp8", mxfp8_all_to_all=("dispatch",))
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    commands = [
-        [sys.executable, "-m", "tests.torch_frontend.integrations.titan_ranks", str(rank), str(tmp_path / "store")]
-        for rank in range(2)
-    ]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(command, cwd=Path(__file__).parents[3], env=env, stderr=subprocess.PIPE, text=True)
-        for command in commands
-    ]
-    try:
-        errors = [rank.communicate(timeout=300)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+@pytest.fixture(scope="module")
+def ranks(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(titan_ranks, titan_ranks.RANKS)
+
+
+@pytest.mark.parametrize("recipe", titan_ranks.checks(titan_ranks.RANKS))
+def test_two_ranks(ranks: Ranks, recipe: str) -> None:
+    ranks.run(recipe)
 
 
 def gpt_oss() -> RoutedExperts.Config:

@@ -1,28 +1,18 @@
-"""Ranks of a model of two blocks under `shard_moe`, against one process; started by test_fsdp.py.
+"""The checks of four ranks of a model under `shard_moe`, against one process, by name; test_fsdp.py runs them."""
 
-arguments: RANKS PORT OUT      PORT: of the store; OUT/rank{rank}: the checks that passed, one per line
-"""
-
-import os
 import re
-import sys
-import traceback
 from collections.abc import Callable
-from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, SharedExpert, clip_grad_norm_, shard_moe
+from mxep.torch_frontend import ExpertParallel, MoE, clip_grad_norm_, shard_moe
 from mxep.torch_frontend.layer.metrics import MoERecorder
 from mxep.torch_frontend.overlap.collectives import Collectives
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -30,102 +20,26 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ..forked import fork_ranks
 from . import ep_training
-
-RANKS = int(sys.argv[1])
-RANK = fork_ranks(RANKS)
-VOCAB, D, HIDDEN, TOKENS = 32, 64, 96, 48
-
-
-class Block(nn.Module):
-    def __init__(self, recipe: str, prob_in: Any, experts: int) -> None:
-        super().__init__()
-        self.norm, self.dense = nn.RMSNorm(D), nn.Linear(D, D)
-        options = {"recipe": recipe, "bias": True, "shared": SharedExpert(32)}
-        self.moe = MoE(D, HIDDEN, experts, RouterConfig(2, prob_in=prob_in), **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.moe(self.norm(x + self.dense(x)))[0]
-
-
-class Model(nn.Module):
-    """Without the auxiliary loss, which is not a mean over data-parallel ranks."""
-
-    def __init__(self, recipe: str = "bf16", prob_in: str = "combine", experts: int = 8) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, D), nn.Linear(D, VOCAB)
-        self.blocks = nn.ModuleList(Block(recipe, prob_in, experts) for _ in range(2))
-        self.run: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = self.run(block, x)
-        return self.head(x)
-
-
-@cache
-def mesh_of(ep: int) -> DeviceMesh:
-    """One for all checks: a thread of every group polls 100 times a second."""
-    return init_device_mesh("cpu", (RANKS // ep, ep), mesh_dim_names=("dp", "ep"))
-
-
-def fresh(**options: Any) -> Model:
-    """The same weights in every process."""
-    torch.manual_seed(0)
-    return Model(**options)
-
-
-def sharded(ep: int, policy: MixedPrecisionPolicy | None = None, **options: Any) -> Any:
-    return shard_moe(fresh(**options), mesh_of(ep), [Block], mp_policy=policy)
-
-
-def batch(step: int) -> Tensor:
-    return torch.randint(VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(step))
-
-
-def mine(tokens: Tensor) -> Tensor:
-    return tokens.chunk(RANKS)[RANK]
-
-
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    return F.cross_entropy(model(tokens).float(), (7 * tokens + 3) % VOCAB)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-
-
-def require_near(got: dict[str, Tensor], want: dict[str, Tensor], start: dict[str, Tensor] | None = None) -> None:
-    """Every weight within 0.5% of the largest change of that weight.
-
-    Measured: 1.6e-5 in training, 2.4e-7 of gradients; 1.3e-3 where a row of bf16 rounds the other way. A gradient that
-    is twice too large changes a weight by more than a tenth.
-    """
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        change = (value if start is None else value - start[name]).abs().max()
-        share = ((got[name] - value).abs().max() / change).item()
-        assert share < 5e-3, (name, share)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in model.named_parameters()}
-
-
-def train(model: nn.Module, part: Callable[[Tensor], Tensor], steps: int, make: Callable[..., Any]) -> list[float]:
-    optimizer, norms = make(model.parameters()), []
-    for step in range(steps):
-        loss_of(model, part(batch(step))).backward()
-        norms.append(clip_grad_norm_(model.parameters(), 0.5).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return norms
+from .ep_training import whole
+from .fsdp_checkpoints import checkpoints_between_degrees
+from .fsdp_model import (
+    TOKENS,
+    Block,
+    D,
+    Model,
+    batch,
+    fresh,
+    gradients,
+    loss_of,
+    mesh_of,
+    mine,
+    require_equal,
+    require_near,
+    sharded,
+    train,
+    whole_weights,
+)
 
 
 def trains_as_one_process(ep: int, recipe: str, steps: int) -> None:
@@ -227,56 +141,6 @@ def experts_in_parts() -> None:
     require_near(gradients(model), gradients(alone))
 
 
-def checkpoints_between_degrees(folder: Path) -> None:
-    """Weights and moments saved at EP 4, then EP 2, EP 1 and one process: the same bits, and the same answer."""
-    model = sharded(4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, mine, 1, lambda _: optimizer)
-    want, logits = state_of(model, optimizer), model(batch(9))
-    save(model, optimizer, folder / "4")
-    for before, ep in ((4, 2), (2, 1)):
-        with torch.device("meta"):
-            model = Model()
-        shard_moe(model, mesh_of(ep), [Block]).to_empty(device="cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        load(model, optimizer, folder / str(before))
-        require_equal(state_of(model, optimizer), want)
-        torch.testing.assert_close(model(batch(9)), logits, rtol=2**-8, atol=1e-6)
-        save(model, optimizer, folder / str(ep))
-    alone = Model()
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    load(alone, optimizer, folder / "1")
-    require_equal(state_of(alone, optimizer), want)
-    torch.testing.assert_close(alone(batch(9)), logits, rtol=2**-8, atol=1e-6)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    moments = {
-        f"{name}.{key}": whole(value).clone()
-        for name, p in model.named_parameters()
-        for key, value in optimizer.state[p].items()
-    }
-    return whole_weights(model) | moments
-
-
-def require_equal(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
-    assert got.keys() == want.keys()
-    assert not [name for name in want if not torch.equal(got[name], want[name])]
-
-
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    saved = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    saved.result()
-
-
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-
 def metrics_of_ranks() -> None:
     """The counts are of all tokens of the expert ranks, the same on each."""
     model = sharded(4, recipe="mxfp8")
@@ -364,11 +228,9 @@ def refused() -> None:
             shard_moe(model, pair)
 
 
-def main(port: str, out: str) -> None:
-    torch.set_num_threads(1)
-    options = {"rank": RANK, "world_size": RANKS, "timeout": timedelta(seconds=120)}
-    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", int(port)), **options)
-    checks = {
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    offload = CPUOffloadPolicy(pin_memory=False)
+    return {
         "trains_as_one_process[2]": partial(trains_as_one_process, 2, "mxfp8_wgrad_with_hp", 5),
         "trains_as_one_process[4]": partial(trains_as_one_process, 4, "bf16", 2),
         "optimizers": partial(optimizers, 2),
@@ -376,28 +238,14 @@ def main(port: str, out: str) -> None:
         "overlaps": partial(overlaps, 2),
         "recomputes": partial(recomputes, 2),
         "mixed_precision": partial(mixed_precision, 2),
-        "one_data_rank": partial(ep_training.one_data_rank, mesh_of(4), None),
-        "one_data_rank_offloaded": partial(ep_training.one_data_rank, mesh_of(4), CPUOffloadPolicy(pin_memory=False)),
+        "one_data_rank": lambda: ep_training.one_data_rank(mesh_of(ranks), None),
+        "one_data_rank_offloaded": lambda: ep_training.one_data_rank(mesh_of(ranks), offload),
         "dims_by_name": dims_by_name,
         "experts_in_parts": experts_in_parts,
-        "checkpoints_between_degrees": partial(checkpoints_between_degrees, Path(out, "checkpoints")),
+        "checkpoints_between_degrees": checkpoints_between_degrees,
         "metrics_of_ranks": metrics_of_ranks,
         "norms_over_meshes": norms_over_meshes,
         "pipeline_of_two_stages": pipeline_of_two_stages,
         "page": page,
         "refused": refused,
     }
-    for name, check in checks.items():
-        try:
-            check()
-        except Exception:
-            # The other ranks may wait inside this check's collectives: leaving breaks their connections.
-            sys.exit(f"rank {RANK}: {name}\n{traceback.format_exc()}")
-        with Path(out, f"rank{RANK}").open("a") as passed:
-            passed.write(name + "\n")
-        dist.barrier()
-    os._exit(0)  # gloo's threads may still drop tensors, which aborts while Python ends
-
-
-if __name__ == "__main__":
-    main(*sys.argv[2:])

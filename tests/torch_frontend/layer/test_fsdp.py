@@ -1,52 +1,24 @@
-"""FSDP2 with expert parallelism over gloo, four processes at once; the checks themselves are in fsdp_ranks.py."""
-
-from pathlib import Path
+"""FSDP2 with expert parallelism over gloo, on four processes; the checks are in fsdp_ranks.py."""
 
 import pytest
 import torch
 from mxep.torch_frontend import clip_grad_norm_
 from torch import nn
 
-from ..forked import run_ranks
+from ...ranks.fixture import Ranks, StartRanks
+from . import fsdp_ranks
 
-SCRIPT = Path(__file__).with_name("fsdp_ranks.py")
 RANKS = 4
-CHECKS = [
-    "trains_as_one_process[2]",
-    "trains_as_one_process[4]",
-    "optimizers",
-    "accumulates",
-    "overlaps",
-    "recomputes",
-    "mixed_precision",
-    "one_data_rank",
-    "one_data_rank_offloaded",
-    "dims_by_name",
-    "experts_in_parts",
-    "checkpoints_between_degrees",
-    "metrics_of_ranks",
-    "norms_over_meshes",
-    "pipeline_of_two_stages",
-    "page",
-    "refused",
-]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[str]], str]:
-    """The checks that each rank passed, and what the ranks wrote to stderr."""
-    return run_ranks(SCRIPT, RANKS, tmp_path_factory.mktemp("ranks"))
+def ranks(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(fsdp_ranks, RANKS)
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_over_gloo(ranks: tuple[list[list[str]], str], check: str) -> None:
-    passed, errors = ranks
-    assert [check in names for names in passed] == [True] * RANKS, errors
-
-
-def test_no_check_is_forgotten(ranks: tuple[list[list[str]], str]) -> None:
-    passed, errors = ranks
-    assert passed == [CHECKS] * RANKS, errors
+@pytest.mark.parametrize("check", fsdp_ranks.checks(RANKS))
+def test_over_gloo(ranks: Ranks, check: str) -> None:
+    ranks.run(check)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

@@ -175,14 +175,19 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
         parallelize_module(moe, mesh, ExpertParallel(transport=memory))
 
 
-def checks(mesh: DeviceMesh, opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], object]]:
+def checks(
+    mesh: Callable[[], DeviceMesh], opened: Callable[[int | None], PeerMemory]
+) -> dict[str, Callable[[], object]]:
     """opened: new memory of the mesh's group with capacity for so many rows."""
-    worst = 60 * TOP_K * mesh.size()
+
+    def large() -> PeerMemory:
+        return opened(60 * TOP_K * mesh().size())
+
     return {
-        "layers": lambda: layers(mesh, opened(worst)),
-        "layers of all rows": lambda: layers(mesh, opened(None), "bf16", 1),
-        "overflow": lambda: overflow(opened(10), opened(worst)),
-        "refused": lambda: [refused(mesh, opened(rows)) for rows in (None, worst)],
+        "layers": lambda: layers(mesh(), large()),
+        "layers of all rows": lambda: layers(mesh(), opened(None), "bf16", 1),
+        "overflow": lambda: overflow(opened(10), large()),
+        "refused": lambda: [refused(mesh(), memory) for memory in (opened(None), large())],
         "more rows": lambda: more_rows(opened(None)),
-        **ep_skips.checks(mesh, opened(worst), 1),
+        **ep_skips.of_a_transport(mesh, large, 1),
     }

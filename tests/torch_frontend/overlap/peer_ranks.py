@@ -1,12 +1,10 @@
-"""A rank of PeerMemory on a CPU: kernels in Triton's interpreter, files as the memory of the ranks, Gloo as the
-barrier.
+"""Two ranks of PeerMemory on a CPU: kernels in Triton's interpreter, files as the memory of the ranks, Gloo as the
+barrier; run by test_peer_memory.py."""
 
-arguments: RANK RANKS FOLDER       writes the names of the checks that passed to FOLDER
-"""
-
-import sys
+import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,12 @@ import torch.distributed as dist
 from mxep.torch_frontend import PeerMemory
 from mxep.torch_frontend.overlap import peer_memory
 from mxep.torch_frontend.overlap.symmetric import Shared
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from triton.runtime import interpreter
 
 from . import ep_overlap, ep_peers
 
+INTERPRETER = True
 MOST_TOKENS, BARRIERS = 12, 3
 """Of a direction; nobody uses a rank's memory when it has passed the first one."""
 
@@ -64,32 +63,6 @@ class Files:
             memory.own[tokens:end] = 255
 
 
-def checks(files: Files, ranks: int) -> dict[str, Callable[[], object]]:
-    mesh = init_device_mesh("cpu", (ranks,))
-    group = mesh.get_group()
-    memory = files.open(group, MOST_TOKENS * ep_overlap.TOP_K * ranks)
-
-    def ffn(run: str, *seeds: int, bias: bool = True) -> None:
-        for seed in seeds:
-            ep_overlap.ffn(memory, run, "swiglu", range(seed, seed + 1), bias, most=MOST_TOKENS)
-        memory.overflow()
-
-    def products(run: str, *seeds: int) -> None:
-        for seed in seeds:
-            ep_overlap.products(memory, run, False, range(seed, seed + 1), MOST_TOKENS)
-
-    return {
-        "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
-        "all transfers": lambda: ffn("mxfp8 in all transfers", 5),
-        "no transfer": lambda: ffn("bf16 in all transfers", 5),
-        "bf16": lambda: ffn("bf16", 4),
-        "folded": lambda: ffn("mxfp8 folded", 5),
-        "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
-        "rows in all transfers": lambda: products("mxfp8 in all transfers", 5),
-        **ep_peers.checks(mesh, lambda rows: files.open(group, rows)),
-    }
-
-
 class PatchOnce:
     """Triton's interpreter replaces the names of `triton.language` in every call of a `@triton.jit` function within a
     kernel; once per kernel and module of such functions takes half of the time."""
@@ -109,25 +82,57 @@ class PatchOnce:
         return scope
 
 
-def main(rank: int, ranks: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    files = Files(folder)
+@cache
+def world() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@cache
+def files() -> Files:
+    folder = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
+    dist.broadcast_object_list(folder)
+    return Files(Path(folder[0]))
+
+
+def opened(rows: int | None) -> PeerMemory:
+    return files().open(world().get_group(), rows)
+
+
+@cache
+def memory() -> PeerMemory:
+    return opened(MOST_TOKENS * ep_overlap.TOP_K * dist.get_world_size())
+
+
+def ffn(run: str, *seeds: int, bias: bool = True) -> None:
+    for seed in seeds:
+        ep_overlap.ffn(memory(), run, "swiglu", range(seed, seed + 1), bias, most=MOST_TOKENS)
+    memory().overflow()
+
+
+def products(run: str, *seeds: int) -> None:
+    for seed in seeds:
+        ep_overlap.products(memory(), run, False, range(seed, seed + 1), MOST_TOKENS)
+
+
+def begin(rank: int) -> None:
     interpreter._patch_lang = PatchOnce()
     peer_memory._missing = lambda: ""
     peer_memory._device = lambda: torch.device("cpu")
-    peer_memory.shared_memory = files.shared_memory
-    peer_memory.meet = files.meet
+    peer_memory.shared_memory = files().shared_memory
+    peer_memory.meet = files().meet
     interrupt = PeerMemory.interrupt
-    PeerMemory.interrupt = lambda memory: (interrupt(memory), files.interrupt(memory))[0]  # type: ignore[method-assign]
-    for name, check in checks(files, ranks).items():
-        with np.errstate(all="ignore"):
-            check()
-        with (folder / f"rank{rank}").open("a") as file:
-            file.write(name + "\n")
-    dist.destroy_process_group()
+    PeerMemory.interrupt = lambda memory: (interrupt(memory), files().interrupt(memory))[0]  # type: ignore[method-assign]
+    np.seterr(all="ignore")
 
 
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    return {
+        "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
+        "all transfers": lambda: ffn("mxfp8 in all transfers", 5),
+        "no transfer": lambda: ffn("bf16 in all transfers", 5),
+        "bf16": lambda: ffn("bf16", 4),
+        "folded": lambda: ffn("mxfp8 folded", 5),
+        "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
+        "rows in all transfers": lambda: products("mxfp8 in all transfers", 5),
+        **ep_peers.checks(world, opened),
+    }

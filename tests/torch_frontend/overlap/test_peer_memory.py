@@ -1,51 +1,25 @@
 """PeerMemory without GPUs: two processes with kernels in Triton's interpreter (peer_ranks.py), and its errors."""
 
-import os
-import subprocess
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from mxep.torch_frontend import PeerMemory
 
+from ...ranks.fixture import Ranks, StartRanks
+from . import peer_ranks
+
 RANKS = 2
-ROOT = Path(__file__).parents[3]
-SCRIPT = ("-m", "tests.torch_frontend.overlap.peer_ranks")
-CHECKS = [
-    "routings",
-    "all transfers",
-    "no transfer",
-    "bf16",
-    "folded",
-    "rows",
-    "rows in all transfers",
-    "layers",
-    "layers of all rows",
-    "overflow",
-    "refused",
-    "more rows",
-    "skips forward 0",
-    "skips backward 0",
-]
 
 
-def test_two_ranks_have_the_bytes_of_no_transport(tmp_path: Path) -> None:
-    commands = [[sys.executable, *SCRIPT, str(rank), str(RANKS), str(tmp_path)] for rank in range(RANKS)]
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    processes = [
-        subprocess.Popen(c, cwd=ROOT, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-        for c in commands
-    ]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    files = [tmp_path / f"rank{rank}" for rank in range(RANKS)]
-    passed = [file.read_text().splitlines() if file.exists() else [] for file in files]
-    assert passed == [CHECKS] * RANKS, "\n".join(errors)
+@pytest.fixture(scope="module")
+def ranks(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(peer_ranks, RANKS)
+
+
+@pytest.mark.parametrize("check", peer_ranks.checks(RANKS))
+def test_two_ranks_have_the_bytes_of_no_transport(ranks: Ranks, check: str) -> None:
+    ranks.run(check)
 
 
 def test_arguments() -> None:
