@@ -20,6 +20,7 @@ C++ and CUDA headers follow the same arrows. The files of `policy` are for front
              fold ----> permute
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
+    cases.py --> formats, oracles and cases of any family, and no file imports it but another cases.py
 """
 
 import ast
@@ -107,11 +108,15 @@ def is_oracle(path: Path) -> bool:
     return path.parent.name == "reference" or path.name.startswith("oracle")
 
 
+def is_cases(path: Path) -> bool:
+    return path.name == "cases.py"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_imports_only_what_its_part_allows(path: Path) -> None:
     part = path.relative_to(ROOT).parts[0]
     allowed = PARTS[part] | {part} | sys.stdlib_module_names
-    if part == "core_kernels" and is_oracle(path):
+    if part == "core_kernels" and (is_oracle(path) or is_cases(path)):
         allowed = allowed - {"triton"} | {"ml_dtypes"}
     for module, lazy in imports(path):
         if (name_of(path), top(module)) == ("jax_frontend/integrations/nnx.py", "flax"):
@@ -188,7 +193,12 @@ def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
         if not own:
             assert folder == "", f"{folder}.{file}: a shared file imports no family"
         elif folder:
-            check_folders(own, folder)
+            assert is_cases(path) or file != "cases", f"{folder}.{file}: cases are for tests"
+            if not is_cases(path):
+                check_folders(own, folder)
+        if is_cases(path):
+            allowed = file in ("cases", "formats") or is_oracle(CORE / folder / f"{file}.py")
+            assert allowed, f"{file}: formats, oracles and cases"
         if is_oracle(path):
             assert file == "formats" or is_oracle(CORE / folder / f"{file}.py"), f"{file}: formats and oracles"
         if path.name.startswith("kernel"):
@@ -277,7 +287,7 @@ def test_a_folder_is_read_at_a_glance(folder: Path) -> None:
         ("mxep.jax_frontend", ["torch", "jax_triton"]),
         *(
             (f"mxep.{'.'.join(path.relative_to(ROOT).with_suffix('').parts)}", ["torch", "jax", "triton"])
-            for path in sorted(CORE.rglob("oracle.py"))
+            for path in sorted((*CORE.rglob("oracle.py"), *CORE.rglob("cases.py")))
         ),
     ],
 )

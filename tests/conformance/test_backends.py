@@ -10,7 +10,7 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
 
-from ..samples import sample, sample_arrays
+from ..cases import sample, sample_arrays
 from . import backends, check
 from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
 from .definitions import DEFINITIONS

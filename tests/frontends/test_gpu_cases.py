@@ -4,8 +4,8 @@ import pytest
 from mxep.core_kernels.formats import BLOCK
 from mxep.torch_frontend import ops
 
+from ..cases import PRODUCTS
 from ..gpu import cases
-from ..samples import PRODUCTS
 
 
 def test_every_op_has_a_case() -> None:

@@ -8,8 +8,8 @@ from mxep import jax_frontend, torch_frontend
 from mxep.jax_frontend.ops.cpu_gemm import GEMMS
 from mxep.torch_frontend.ops.cpu_gemm import TABLE
 
+from ..cases import PRODUCTS
 from ..public_names import importable
-from ..samples import PRODUCTS
 
 IN_TORCH, IN_JAX = importable(torch_frontend), importable(jax_frontend)
 SHARED = {name for name in IN_TORCH.keys() & IN_JAX.keys() if isinstance(IN_TORCH[name], FunctionType)}

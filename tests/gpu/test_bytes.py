@@ -32,7 +32,7 @@ def test_cuda_and_triton_give_the_same_bytes(name: str, frontend) -> None:
         if case.op.startswith("swiglu_bwd") and inputs[3].numel():
             *cuda, dprob = cuda
             *triton, other_dprob = triton
-            _same_sums(dprob, other_dprob, *inputs[:3], case.options(m).get("offset", 0.0))
+            _same_sums(dprob, other_dprob, *inputs[:3], case.options_of(m).get("offset", 0.0))
         same_bytes(cuda, triton)
 
 

@@ -52,7 +52,7 @@ def host_us() -> dict[str, float]:
     """Host time of every op. The ops take turns, so that a slow moment of the machine affects all of them."""
     calls = {}
     for name, case in CASES.items():
-        calls[name] = partial(getattr(ops, case.op), *case.inputs(), **case.options(96))
+        calls[name] = partial(getattr(ops, case.op), *case.inputs(), **case.options_of())
         calls[name]()  # compiles
     return {name: float(sample.us) for name, sample in device_timing.host(calls, torch.cuda.synchronize).items()}
 

@@ -10,8 +10,7 @@ import torch
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
-from .cases import DEVICE, same_bytes
-from .inputs import floats
+from .cases import DEVICE, floats, same_bytes
 
 TOKENS = 1440
 UNALIGNED = {

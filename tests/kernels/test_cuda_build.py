@@ -18,7 +18,7 @@ from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.registry import OPS
 from mxep.cpp_bindings import _ops
 
-from ..samples import sample
+from ..cases import sample
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 TARGETS = {"sm_90a", "sm_100a"}

@@ -9,7 +9,7 @@ import pytest
 BLOCKED = "import sys; sys.modules['triton'] = None; sys.path.insert(0, {folder!r})\n"
 SHAPES = """
 from mxep.core_kernels.registry import OPS
-from tests.samples import sample
+from tests.cases import sample
 for op in OPS.values():
     types, options = sample(op)
     assert len(op.signature(*types, **options).out) == len(op.outputs), op.name

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
-from ...samples import PRODUCTS
+from ...cases import PRODUCTS
 from ..layer.layers import LAYERS, RUNS
 
 Array = np.ndarray

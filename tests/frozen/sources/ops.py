@@ -10,9 +10,9 @@ from typing import Any
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.registry import OPS
 
+from ...cases import PRODUCTS
 from ...gpu.cases import CASES, DEVICE
 from ...gpu.cases import Case as OpCase
-from ...samples import PRODUCTS
 from ..hashes import Hash
 from ..records import INPUTS, Case, Entry
 
@@ -41,7 +41,7 @@ def entry(frontend: str, case: OpCase) -> Entry:
             inputs.add(tensor)
         results = case.torch(*given, m=m) if frontend == "torch" else case.jax(*given, m=m)
         for found, result in zip(
-            outputs.values(), up_to_the_last_end(op, given, results, case.options(m)), strict=True
+            outputs.values(), up_to_the_last_end(op, given, results, case.options_of(m)), strict=True
         ):
             found.add(result)
     return {INPUTS: inputs.digits, **{name: found.digits for name, found in outputs.items()}}

@@ -16,8 +16,7 @@ from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 from torch.cuda.green_contexts import GreenContext
 
-from ..cases import DEVICE
-from ..inputs import floats
+from ..cases import DEVICE, floats
 
 Tensors = tuple[Tensor, ...]
 WIDTHS = ((torch.bfloat16, 16384), (torch.float32, 7168), (torch.bfloat16, 7168))

@@ -24,8 +24,7 @@ from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
-from ..cases import DEVICE, same_bytes
-from ..inputs import floats
+from ..cases import DEVICE, floats, same_bytes
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = [sys.executable, "-m", "tests.gpu.launch.progress"]

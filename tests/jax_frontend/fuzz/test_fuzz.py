@@ -16,9 +16,9 @@ from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, ops
 from mxep.jax_frontend.exchange.all_to_all import plan_exchange
 
 from ... import bad_values
+from ...cases import sample, sample_arrays
 from ...may_return import by_argument, verdict
 from ...public_names import importable
-from ...samples import sample, sample_arrays
 from ..references import normal
 from .fuzz_returns import ROWS
 

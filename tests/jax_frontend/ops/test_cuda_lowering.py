@@ -19,7 +19,7 @@ from mxep import cpp_bindings
 from mxep.core_kernels.formats import spans
 from mxep.jax_frontend import RouterConfig, capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
-from ...samples import sample
+from ...cases import sample
 
 M, K, N, G = 64, 64, 96, 3
 

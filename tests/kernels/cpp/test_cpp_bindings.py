@@ -7,7 +7,7 @@ import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.registry import OPS
 
-from ...samples import PRODUCTS, sample
+from ...cases import PRODUCTS, sample
 
 CPP_OPS = [op for name, op in OPS.items() if name not in PRODUCTS]
 

@@ -35,7 +35,7 @@ from mxep.core_kernels.swiglu import plan as swiglu
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ...samples import sample
+from ...cases import sample
 
 ARCHS = {"sm_90": 90, "sm_100": 100}
 SHARED_MEMORY = 99 * 1024

@@ -17,7 +17,7 @@ from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
 
-from ...samples import PRODUCTS
+from ...cases import PRODUCTS
 from .test_cross_compile import ARCHS, bf16, compile_plan, f32, glu, i32, mx, u8
 
 SMALL = {

@@ -14,8 +14,8 @@ from mxep.torch_frontend.ops.launch import packed_buffer
 from torch import Tensor
 from torch.library import opcheck
 
+from ...cases import sample, sample_arrays
 from ...conformance.backends.arrays import to_torch
-from ...samples import sample, sample_arrays
 from ..inputs import ints, rows
 
 
@@ -91,7 +91,8 @@ CASES: dict[str, Callable[[], tuple]] = {
 
 
 def sampled(op: KernelOp) -> tuple:
-    return *map(to_torch, sample_arrays(op)), *sample(op)[1].values()
+    options = {name: option.default for name, option in op.options.items()} | sample(op)[1]
+    return *map(to_torch, sample_arrays(op)), *options.values()
 
 
 CASES = {name: partial(sampled, op) for name, op in ops.OPS.items()} | CASES

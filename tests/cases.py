@@ -1,0 +1,37 @@
+"""The cases of all families by name, and one small call of every op.
+
+Tests that go through all ops take these calls for the ops that they have no case of their own for.
+"""
+
+from typing import Any
+
+import numpy as np
+from mxep.core_kernels.cases import Case
+from mxep.core_kernels.combine import cases as combine
+from mxep.core_kernels.fold import cases as fold
+from mxep.core_kernels.grouped_gemm import cases as grouped_gemm
+from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.permute import cases as permute
+from mxep.core_kernels.quantize import cases as quantize
+from mxep.core_kernels.registry import OPS
+from mxep.core_kernels.router import cases as router
+from mxep.core_kernels.routing import cases as routing
+from mxep.core_kernels.scale_layout import cases as scale_layout
+from mxep.core_kernels.swiglu import cases as swiglu
+
+TABLES = (quantize, permute, router, routing, fold, scale_layout, combine, swiglu, grouped_gemm)
+CASES: dict[str, Case] = {name: case for table in TABLES for name, case in table.CASES.items()}
+PRODUCTS = {name for name in OPS if name.startswith(("grouped_", "logits_"))}
+"""Ops with an error bound, which the framework's own matmul computes on a CPU; the others write exact bytes."""
+_FIRST = {case.op: case for case in reversed(CASES.values())}
+
+
+def sample_arrays(op: KernelOp) -> list[np.ndarray]:
+    """The inputs of the op's first case, with 32 rows; 0 for NaN and infinity, since tests compare values."""
+    given = _FIRST[op.name].arrays(0, 32)
+    return [x if x.dtype.kind in "iu" else np.where(np.isfinite(x), x, np.zeros((), x.dtype)) for x in given]
+
+
+def sample(op: KernelOp) -> tuple[list[ArrayType], dict[str, Any]]:
+    """Types and options of this call."""
+    return [ArrayType(x.shape, x.dtype.name) for x in sample_arrays(op)], _FIRST[op.name].options_of(32)
