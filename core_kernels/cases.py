@@ -1,6 +1,9 @@
 """A case of an op: seeded inputs in numpy, and options. Conformance, GPU tests and frozen hashes run the same tables.
 
-A family has its table in cases.py: CASES, name -> Case. Arrays have the dtypes of the oracles: q and sf are uint8.
+A family has two tables in cases.py. Arrays have the dtypes of the oracles: q and sf are uint8.
+
+CASES         name -> Case     any seed and number of rows: the GPU tests
+CONFORMANCE   name -> Case     fixed values, compared with the oracle on every backend
 """
 
 from collections.abc import Callable, Mapping
@@ -10,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .formats import BLOCK
+from .formats import BLOCK, Rounding
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 Array = np.ndarray
@@ -18,6 +21,12 @@ Arrays = tuple[Array, ...]
 Rng = np.random.Generator
 K, N, GROUPS = 160, 64, 3
 """Columns and groups of the cases that have any number of rows."""
+MODES = {
+    f"{rounding.name.lower()}{'_satfinite' * satfinite}": {"rounding": rounding, "satfinite": satfinite}
+    for rounding in Rounding
+    for satfinite in (False, True)
+}
+OUT_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Case:
 
     def options_of(self, m: int = 96) -> dict[str, Any]:
         return dict(self.options(m) if callable(self.options) else self.options)
+
+
+def fixed(op: str, *arrays: Array, **options: Any) -> Case:
+    """A case of these arrays."""
+    return Case(op, lambda rng, m: arrays, options)
 
 
 def seeded(name: str) -> Rng:

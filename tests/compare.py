@@ -40,13 +40,13 @@ def same_bytes(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(g, w, err_msg=f"output {i}")
 
 
-def gemm_bound(got: Any, exact: Any, magnitude: Any, k: int, chain: float = 0, operands: Any = 0) -> None:
+def gemm_bound(got: Any, exact: Any, magnitude: Any, k: Any, chain: float = 0, operands: Any = 0) -> None:
     """Raise AssertionError unless |got - exact| <= (2^-23 k + chain) sum|a||b| + rounding + operands.
 
-    exact: the fp64 sum. magnitude: sum|a||b|. k: terms of the sum. rounding: for bf16 half an ulp of `exact`; none for
-    fp32, whose last rounding is one of the sum's. chain: the loss of FP8 tensor cores, relative to sum|a||b|. operands:
-    the error of the sum that is allowed because the factors differ from the factors of `exact`. NaN and infinity must
-    be where `exact` has them.
+    exact: the fp64 sum. magnitude: sum|a||b|. k: terms of the sum, or of each sum. rounding: for bf16 half an ulp of
+    `exact`; none for fp32, whose last rounding is one of the sum's. chain: the loss of FP8 tensor cores, relative to
+    sum|a||b|. operands: the error of the sum that is allowed because the factors differ from the factors of `exact`.
+    NaN and infinity must be where `exact` has them.
 
     An fp32 sum s in any order has |s - exact| <= 2^-24 k sum|a||b|, half of the first term. The other half covers
     exact products that fp32 rounds, and a bf16 rounding of s above a power of two with `exact` below it: then either
@@ -58,7 +58,7 @@ def gemm_bound(got: Any, exact: Any, magnitude: Any, k: int, chain: float = 0, o
     got = got.astype(np.float64)
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(got[~finite], exact[~finite])
-    operands = np.broadcast_to(operands, exact.shape)[finite]
+    k, operands = (np.broadcast_to(x, exact.shape)[finite] for x in (k, operands))
     got, exact, magnitude = got[finite], exact[finite].astype(np.float64), magnitude[finite]
     rounding = SMALLEST[dtype]
     if dtype == "bfloat16":

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from ..cases import BF16, F32, Arrays, Case, K, N, Rng, exp2, finite, floats, group_ends
+from ..cases import BF16, F32, Array, Arrays, Case, K, N, Rng, exp2, finite, floats, group_ends, seeded
+from ..formats import BLOCK
 from ..permute.cases import packed_and_map
 from ..quantize.cases import matrix, matrix_fp32, mx, of_matrices
 from ..quantize.oracle import quantize_col, quantize_row_packed
@@ -71,3 +72,49 @@ CASES = {
     "quantize_matrix_fold_beyond": Case("quantize_matrix_fold", weights_beyond, multiple=32),
     "quantize_matrix_fold_sorted": Case("quantize_matrix_fold", weights_sorted, {"rounding": 1}, 32),
 }
+
+
+# --- fixed values ---------------------------------------------------------------------------------------
+
+SPANNED = {
+    name: np.array(ends, np.int32)
+    for name, ends in {
+        "every_length": [0, 32, 256, 512, 800, 800, 1344],  # of a group: 0, 32, 224, 256, 288, 544 tokens, and slack
+        "ends_between_spans": [96, 640, 1440],
+        "one_group": [1440],
+        "no_tokens": [0, 0],
+        "no_group": [],
+        "one_block_each": list(range(BLOCK, 1441, BLOCK)),
+    }.items()
+}
+"""Group ends among 1440 tokens."""
+
+
+def _courses(columns: int) -> Array:
+    """(1440, columns) fp32. By block, magnitudes are constant, rise by 2 or 2^17 every 8 blocks or by 2^200 at once,
+    fall, or are 2^-40 to 2^40 at random. Some columns begin with zeros, NaN or infinity, some have nothing else."""
+    rng, block = seeded("courses"), np.arange(1440 // BLOCK)[:, None]
+    courses = [block * 0, block // 8 - 5, 17 * (block // 8 - 5), np.where(block < 20, -100, 100), -block]
+    courses += [rng.integers(-40, 41, (len(block), columns))]
+    octaves = np.choose(np.arange(columns) % len(courses), courses)
+    x = (rng.standard_normal((1440, columns)) * np.exp2(octaves).repeat(BLOCK, 0)).astype(np.float32)
+    for kind, value in enumerate((0, np.nan, np.inf)):
+        x[:, 7 + kind :: 41] = value
+        x[:300, 11 + kind :: 41] = value
+        x[37::BLOCK, 15 + kind :: 41] = value  # every block but the first
+        x[2 * BLOCK : 3 * BLOCK, 20 + kind :: 41] = value
+    return x
+
+
+COURSES = {"bf16": _courses(160).astype(BF16), "f32": _courses(96)}
+WIDE_COURSES = _courses(544).astype(BF16)
+
+
+def every_shift() -> tuple[Array, Array]:
+    """Every element under every scale byte, next to a block that sets the row's scale: q (4096, 96), sf (4096, 3)."""
+    rng = seeded("shifts")
+    q = np.tile(np.arange(256, dtype=np.uint8).reshape(8, 1, BLOCK), (1, 256, 2)).reshape(2048, 2 * BLOCK)
+    q = np.concatenate([np.concatenate([q, q]), rng.integers(0, 256, (4096, BLOCK), np.uint8)], axis=1)
+    sf = np.tile(np.arange(256, dtype=np.uint8), 16)
+    near = np.clip(sf.astype(int) + rng.integers(-24, 25, 4096), 0, 255).astype(np.uint8)
+    return q, np.stack([sf, near, rng.integers(0, 256, 4096, np.uint8)], axis=1)

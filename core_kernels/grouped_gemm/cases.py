@@ -1,9 +1,28 @@
 """Cases of the family `grouped_gemm`."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 
-from ..cases import BF16, F32, GROUPS, Array, Arrays, Case, K, N, Rng, finite, group_ends
+from ..cases import (
+    BF16,
+    DISTRIBUTIONS,
+    F32,
+    GROUPS,
+    OUT_DTYPES,
+    Array,
+    Arrays,
+    Case,
+    K,
+    N,
+    Rng,
+    finite,
+    group_ends,
+    seeded,
+)
 from ..fold.oracle import fold_groups, quantize_row_fold
+from ..formats import BLOCK
 from ..quantize.oracle import quantize_col, quantize_row
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
 
@@ -136,4 +155,138 @@ CASES = {
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", wgrad_fold, multiple=32),
     "grouped_wgrad_fold_pair": Case("grouped_wgrad_fold_pair", wgrad_fold_pair, multiple=32),
     "grouped_wgrad_fold_pair_tiles": Case("grouped_wgrad_fold_pair", wgrad_fold_pair_tiles, WIDE, 32),
+}
+
+
+# --- fixed values ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """lhs (M, K), rhs_t (G, N, K), dout (M, N) in bf16; rows past the last end hold NaN and infinity."""
+
+    lhs: Array
+    rhs_t: Array
+    dout: Array
+    group_ends: Array
+
+
+def _gemm(name: str, ends: list[int], m: int, k: int, n: int, distribution: str = "normal") -> Gemm:
+    rng, draw = seeded(name), DISTRIBUTIONS[distribution]
+    lhs, rhs_t, dout = draw(rng, (m, k)), draw(rng, (len(ends), n, k)) / np.sqrt(k), draw(rng, (m, n))
+    lhs[ends[-1] :: 2], lhs[ends[-1] + 1 :: 2] = np.nan, np.inf
+    dout[ends[-1] :: 2], dout[ends[-1] + 1 :: 2] = np.inf, np.nan
+    return Gemm(lhs.astype(BF16), rhs_t.astype(BF16), dout.astype(BF16), np.int32(ends))
+
+
+def _gemm_cases() -> dict[str, Gemm]:
+    cases = {name: _gemm(name, [64, 96], 96, 96, 64, name) for name in DISTRIBUTIONS}
+    # one shape for all these, because JAX compiles each
+    for name, ends in {
+        "empty_experts": [0, 32, 32, 128, 128],
+        "one_hot_expert": [0, 0, 128, 128, 128],
+        "rows_past_the_end": [32, 32, 64, 64, 96],
+        "every_row_past_the_end": [0, 0, 0, 0, 0],
+        "nan_and_inf_in_one_row": [32, 64, 64, 96, 128],
+    }.items():
+        cases[name] = _gemm(name, ends, 128, 64, 32)
+    nan = cases["nan_and_inf_in_one_row"]
+    nan.lhs[3, 5], nan.lhs[40, 1], nan.dout[70, 2] = np.nan, np.inf, np.nan
+    cases["one_group"] = _gemm("one", [32], 32, 32, 32)
+    cases["no_rows"] = _gemm("none", [0, 0], 0, 64, 32)
+    cases["wide"] = _gemm("wide", [32, 64], 64, 160, 288)
+    return cases
+
+
+GEMMS = _gemm_cases()
+RAGGED_GEMMS = {
+    "no_multiple_of_32": _gemm("ragged", [1, 34, 34, 77], 96, 64, 32),
+    "one_token": _gemm("one_token", [0, 1], 1, 64, 32),
+    "ragged_tiles": _gemm("ragged_tiles", [1, 1, 70, 203], 210, 160, 264),
+}
+M_GROUPED = GEMMS | RAGGED_GEMMS
+
+
+def _rows(quantize: Callable[[Array], Arrays]) -> Callable[[str], Arrays]:
+    return lambda name: (*quantize(M_GROUPED[name].lhs), *quantize(M_GROUPED[name].rhs_t), M_GROUPED[name].group_ends)
+
+
+def _kn(name: str) -> Arrays:
+    case = M_GROUPED[name]
+    return case.lhs, case.rhs_t.swapaxes(1, 2), case.group_ends
+
+
+def _kn_sum(name: str) -> Arrays:
+    lhs, rhs, ends = _kn(name)
+    return lhs, rhs, lhs[::-1], rhs[:, ::-1], ends
+
+
+def _blockwise(name: str) -> Arrays:
+    case = M_GROUPED[name]
+    return *quantize_blockwise(case.lhs), *quantize_squares(case.rhs_t), case.group_ends
+
+
+def _bias(name: str) -> Arrays:
+    """The bias is a term of the sum; NaN of groups without rows."""
+    *operands, ends = _rows(quantize_row_fold)(name)
+    bias = (seeded(f"bias {name}").standard_normal(operands[3].shape) * 30).astype(F32)
+    bias[np.diff(ends, prepend=0) == 0] = np.nan
+    return *operands, bias, ends
+
+
+def _sum(name: str, octaves: int) -> Arrays:
+    """The second product has its own depth. Its rows are 2^octaves larger and its weights as much smaller."""
+    case, rng = M_GROUPED[name], seeded(f"sum {name}")
+    (groups, n, k), depth = case.rhs_t.shape, 3 * BLOCK
+    lhs2 = (rng.standard_normal((len(case.lhs), depth)) * 2.0**octaves * np.sqrt(k / depth)).astype(BF16)
+    rhs2 = (rng.standard_normal((groups, n, depth)) * 2.0**-octaves).astype(BF16)
+    return *(t for x in (case.lhs, case.rhs_t, lhs2, rhs2) for t in quantize_row_fold(x)), case.group_ends
+
+
+def _wgrad(name: str) -> Arrays:
+    return M_GROUPED[name].dout, M_GROUPED[name].lhs, M_GROUPED[name].group_ends
+
+
+def _wgrad_t(name: str) -> Arrays:
+    dout, lhs, ends = _wgrad(name)
+    return dout.T, lhs.T, ends
+
+
+def _wgrad_mx(name: str) -> Arrays:
+    dout, lhs, ends = _wgrad(name)
+    return *quantize_col(dout), *quantize_col(lhs), ends
+
+
+def _wgrad_fold(name: str) -> Arrays:
+    dout, lhs, ends = _wgrad(name)
+    return *by_group(dout, ends), *by_group(lhs, ends), ends
+
+
+_MAKES: dict[str, Callable[..., Arrays]] = {
+    "grouped_mm_bf16": _rows(lambda x: (x,)),
+    "grouped_mm_bf16_kn": _kn,
+    "grouped_mm_bf16_kn_sum": _kn_sum,
+    "grouped_mm_mx": _rows(quantize_row),
+    "grouped_mm_blockwise": _blockwise,
+    "grouped_mm_fold": _rows(quantize_row_fold),
+    "grouped_mm_fold_bias": _bias,
+    "grouped_wgrad_bf16": _wgrad,
+    "grouped_wgrad_bf16_t": _wgrad_t,
+    "grouped_wgrad_mx": _wgrad_mx,
+    "grouped_wgrad_fold": _wgrad_fold,
+}
+CONFORMANCE = {
+    **{
+        f"{op}-{name}-{dtype}": Case(op, lambda *_, make=make, name=name: make(name), {"out_dtype": dtype})
+        for op, make in _MAKES.items()
+        for name in (GEMMS if op in ("grouped_wgrad_mx", "grouped_wgrad_fold") else M_GROUPED)
+        for dtype in OUT_DTYPES
+    },
+    **{
+        f"grouped_mm_fold_sum-{name}-{dtype}": Case(
+            "grouped_mm_fold_sum", lambda *_, of=(name, octaves): _sum(*of), {"out_dtype": dtype}
+        )
+        for name in M_GROUPED
+        for dtype, octaves in (("bfloat16", 0), ("float32", -60))
+    },
 }

@@ -1,18 +1,26 @@
 """The three grades of comparison: exact bytes, the error bound of a product, SQNR in dB.
 
-Grouped products are compared here with the oracle's fp64 sums; a feed-forward or a layer expert by expert.
+Ops are compared here with their oracles, grouped products with fp64 sums; a feed-forward or a layer expert by expert.
 """
 
+import re
+from typing import Any
+
 import numpy as np
+from mxep.core_kernels.cases import Arrays, Case
 from mxep.core_kernels.grouped_gemm.exact import oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle_sm90
+from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 
 from ..compare import gemm_bound, same_bytes, sqnr_db
-from .backends import offers
+from .backends import KERNEL_OPS, offers
+from .definitions import DEFINITIONS
 
 __all__ = [
     "FP8_CHAIN",
+    "as_defined",
     "definition_db",
+    "dprob_bound",
     "expert_db",
     "fp8_chain",
     "fp8_sums",
@@ -49,6 +57,65 @@ def fp8_sums(backend: str, op: str, got: Array, *operands: Array) -> None:
     """Where Hopper's tensor cores sum, assert that got = op(*operands) has the bytes of oracle_sm90.py."""
     if sums(backend) == "sm_90":
         same_bytes(got, getattr(oracle_sm90, op)(*operands, got.dtype.name))
+
+
+def as_defined(backend: str, case: Case, got: Any, arrays: Arrays) -> None:
+    """Assert the bytes of the definition. A last output that is a sum in any order is within its bound instead."""
+    want = DEFINITIONS[case.op](*arrays, **case.options_of())
+    got, want = (x if isinstance(x, tuple | list) else (x,) for x in (got, want))
+    if case.op == "permute_rows":  # which copies the bits of a NaN
+        got, want = ([x.view(f"u{x.itemsize}") for x in of] for of in (got, want))
+    bound = next((bound for start, bound in BOUNDS.items() if case.op.startswith(start)), None)
+    if bound and want[-1].size:
+        *got, total = got
+        *want, last = want
+        assert (total.shape, total.dtype) == (last.shape, last.dtype)
+        bound(backend, case, total, arrays)
+    same_bytes(got, want)
+
+
+def dprob_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:
+    """The terms are exact; the order of their sum is not defined."""
+    numbers = {name: x for name, x in case.options_of().items() if name in ("alpha", "limit", "offset")}
+    with np.errstate(invalid="ignore"):
+        terms = swiglu_oracle.dprob_terms(*arrays[:3], **numbers).astype(np.float64)
+        exact = np.where(np.abs(terms.sum(-1)) > np.finfo(np.float32).max, np.inf * terms.sum(-1), terms.sum(-1))
+    gemm_bound(got, exact, np.abs(terms).sum(-1), terms.shape[1])
+
+
+def dprobs_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:
+    """Each dot product is within the bound, and zero for an empty slot."""
+    dy, rows, slots, *_ = arrays
+    none, width = slots < 0, rows.shape[1]
+    gathered = rows[np.where(none, 0, slots)] if rows.size else np.zeros((*none.shape, width))
+    x = np.where(none[..., None], 0, gathered.astype(np.float64))
+    dy = np.where(none[..., None], 0, dy.astype(np.float64)[:, None])
+    with np.errstate(invalid="ignore"):
+        exact, magnitude = (x * dy).sum(-1), np.abs(x * dy).sum(-1)
+    gemm_bound(got, exact, magnitude, width)
+    same_bytes(got[none], np.zeros(none.sum(), np.float32))
+
+
+def product_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:
+    """The bound of a grouped product. It is zero for rows past the last end and for groups without tokens."""
+    named = dict(zip(KERNEL_OPS[case.op].inputs, arrays, strict=True))
+    positive = [x if name.endswith(("sf", "ends")) else x & 0x7F if x.dtype == np.uint8 else np.abs(x)
+                for name, x in named.items()]  # fmt: skip
+    exact, magnitude = (DEFINITIONS[case.op](*of, out_dtype="float64") for of in (arrays, positive))
+    terms = sum(x.shape[1] for name, x in named.items() if re.fullmatch(r"lhs2?(_qf?)?", name))
+    # fp32 roundings of a term of a blockwise sum, in halves of 2^-23: two scaled operands, or a product of scales and
+    # of a partial sum
+    terms += 4 * (case.op == "grouped_mm_blockwise") + ("bias" in named)
+    if "wgrad" in case.op:
+        terms = np.diff(arrays[-1], prepend=0)[:, None, None]
+    of_fp8 = hasattr(oracle_sm90, case.op)
+    gemm_bound(got, exact, magnitude, terms, fp8_chain(backend) if of_fp8 else 0)
+    if of_fp8:
+        fp8_sums(backend, case.op, got, *arrays)
+
+
+BOUNDS = {"swiglu_bwd": dprob_bound, "combine_bwd": dprobs_bound, "grouped_": product_bound}
+"""First letters of ops -> the bound of their last output."""
 
 
 def m_grouped(got: Array, lhs: Array, rhs_t: Array, group_ends: Array, chain: float = 0) -> None:

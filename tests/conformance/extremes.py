@@ -6,9 +6,8 @@ EXTREMES   name -> Extreme     fp32, all of one shape, because JAX compiles each
 from dataclasses import dataclass
 
 import numpy as np
+from mxep.core_kernels.cases import Array, lognormal_blocks, normal, seeded
 from mxep.core_kernels.formats import BLOCK
-
-from .cases import Array, lognormal_blocks, normal, seeded
 
 GROUPS, ROWS, COLUMNS, TERMS = 2, 40, 16, 512
 ROW_ENDS = np.int32([24, 40])

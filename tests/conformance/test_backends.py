@@ -5,14 +5,18 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+from mxep.core_kernels.combine.cases import COMBINES
 from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.grouped_gemm.cases import GEMMS
 from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize.cases import MATRICES
 from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.routing.cases import MAPS, SORTS
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
+from mxep.core_kernels.swiglu.cases import GLUS
 
 from ..cases import sample, sample_arrays
 from . import backends, check
-from .cases import COMBINES, GEMMS, GLUS, MAPS, QUANTIZE, SORTS
 from .definitions import DEFINITIONS
 
 
@@ -35,7 +39,7 @@ def test_every_op_has_a_definition() -> None:
 
 def samples() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, int]]]:
     """One call of every op, with padding, slack and an empty group, whose bytes a kernel might leave unwritten."""
-    x, gemm, layout = QUANTIZE["normal"], GEMMS["empty_experts"], MAPS["fixed_capacity"]
+    x, gemm, layout = MATRICES["normal"], GEMMS["empty_experts"], MAPS["fixed_capacity"]
     rows = routing_oracle.row_map(layout.flat, **layout.options)[0]
     packed = quantize_oracle.quantize_row_packed(x)[: layout.num_rows]
     lhs, rhs = quantize_oracle.quantize_row(gemm.lhs), quantize_oracle.quantize_row(gemm.rhs_t)

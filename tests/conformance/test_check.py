@@ -4,10 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16
+from mxep.core_kernels.grouped_gemm.cases import GEMMS
 from mxep.core_kernels.grouped_gemm.exact import oracle
 
 from . import check
-from .cases import BF16, GEMMS
 from .layer.layers import FFN, LAYERS
 
 

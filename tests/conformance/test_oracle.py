@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16, seeded
 from mxep.core_kernels.formats import Rounding
 from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm_oracle
 from mxep.core_kernels.permute import oracle as permute_oracle
@@ -16,8 +17,6 @@ from mxep.core_kernels.reference import layer as layer_oracle
 from mxep.core_kernels.reference.choice import Choice
 from mxep.core_kernels.routing import oracle as routing_oracle
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
-
-from .cases import BF16, seeded
 
 
 def block(*head: float) -> np.ndarray:

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16
 from mxep.core_kernels.formats import BLOCK, E8M0_NAN, Rounding
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
 
 from . import check
-from .cases import BF16
 
 Ops = Mapping[str, Callable]
 ROUNDINGS = st.sampled_from(Rounding)

@@ -8,24 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16, DISTRIBUTIONS, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold.cases import every_shift
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize.cases import MATRICES
 
 from .. import check
-from ..cases import BF16, DISTRIBUTIONS, QUANTIZE, seeded
 
 Ops = Mapping[str, Callable]
-
-
-def every_shift() -> tuple[np.ndarray, np.ndarray]:
-    """Every element under every scale byte, next to a block that sets the row's scale: q (4096, 96), sf (4096, 3)."""
-    rng = seeded("shifts")
-    q = np.tile(np.arange(256, dtype=np.uint8).reshape(8, 1, BLOCK), (1, 256, 2)).reshape(2048, 2 * BLOCK)
-    q = np.concatenate([np.concatenate([q, q]), rng.integers(0, 256, (4096, BLOCK), np.uint8)], axis=1)
-    sf = np.tile(np.arange(256, dtype=np.uint8), 16)
-    near = np.clip(sf.astype(int) + rng.integers(-24, 25, 4096), 0, 255).astype(np.uint8)
-    return q, np.stack([sf, near, rng.integers(0, 256, 4096, np.uint8)], axis=1)
 
 
 def test_fold_every_element_by_every_shift(ops: Ops) -> None:
@@ -78,16 +70,16 @@ def test_a_larger_block_beyond_the_first_256_values_folds_the_row_twice(ops: Ops
 
 @pytest.mark.parametrize("headroom", [0, 1, 7])
 def test_a_headroom_of_quantized_rows(ops: Ops, headroom: int) -> None:
-    x = QUANTIZE["all_bf16_shuffled"]
+    x = MATRICES["all_bf16_shuffled"]
     x = np.concatenate([x.reshape(-1, 1024), np.zeros((4, 1024), x.dtype)])
     got = ops["quantize_row_fold"](x, headroom=headroom)
     check.same_bytes(got, fold_oracle.fold_rows(*quantize_oracle.quantize_row(x), headroom))
 
 
 @pytest.mark.parametrize("rounding", Rounding, ids=lambda r: r.name.lower())
-@pytest.mark.parametrize("name", QUANTIZE)
+@pytest.mark.parametrize("name", MATRICES)
 def test_quantize_row_fold(ops: Ops, name: str, rounding: Rounding) -> None:
-    x = QUANTIZE[name]
+    x = MATRICES[name]
     want = fold_oracle.fold_rows(*quantize_oracle.quantize_row(x, rounding, True))
     check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding, satfinite=True), want)
     check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), fold_oracle.quantize_row_fold(x, rounding))

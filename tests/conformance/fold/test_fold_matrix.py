@@ -4,30 +4,26 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16, MODES, normal, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
-from mxep.core_kernels.formats import WEIGHT_HEADROOM, Rounding
-from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.fold.cases import COURSES
+from mxep.core_kernels.quantize.cases import MATRICES
 
 from .. import check
-from ..cases import BF16, QUANTIZE, normal, seeded
-from .test_fold_both import COURSES, MODE_NAMES, MODES
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
 KINDS = ("all_bf16_shuffled", "random_bits_fp32", "nan_signs_and_inf", "smallest_subnormals", "signed_zeros")
 
 
-def assert_composed(ops: Ops, x: Array, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> None:
-    got = ops["quantize_matrix_fold"](x, rounding=rounding, satfinite=satfinite)
-    rows = fold_oracle.fold_rows(*quantize_oracle.quantize_row(x, rounding, satfinite), WEIGHT_HEADROOM)
-    columns = fold_oracle.fold_rows(*quantize_oracle.quantize_col(x, rounding, satfinite), WEIGHT_HEADROOM)
-    check.same_bytes(got, (*rows, *columns))
+def assert_composed(ops: Ops, x: Array, **mode: int) -> None:
+    check.same_bytes(ops["quantize_matrix_fold"](x, **mode), fold_oracle.quantize_matrix_fold(x, **mode))
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("rounding", "satfinite"), MODES, ids=MODE_NAMES)
-def test_every_kind_of_value(ops: Ops, name: str, rounding: Rounding, satfinite: bool) -> None:
-    assert_composed(ops, QUANTIZE[name], rounding, satfinite)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_kind_of_value(ops: Ops, name: str, mode: str) -> None:
+    assert_composed(ops, MATRICES[name], **MODES[mode])
 
 
 @pytest.mark.parametrize("name", COURSES)

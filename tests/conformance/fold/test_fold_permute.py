@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mxep.core_kernels.cases import MODES, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
-from mxep.core_kernels.formats import BLOCK, Rounding, packed_width, spans
+from mxep.core_kernels.fold.cases import COURSES, SPANNED
+from mxep.core_kernels.formats import BLOCK, packed_width, spans
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from .. import check
-from ..cases import SPANNED, seeded
-from .test_fold_both import COURSES, MODE_NAMES, MODES
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
@@ -24,10 +24,8 @@ def mapped(rows: int, out_rows: int = 1440) -> Array:
     return seeded("mapped").integers(-1, rows, out_rows).astype(np.int32)
 
 
-def assert_defined(ops: Ops, packed: Array, row_map: Array, ends: Array, *options: Rounding | bool) -> None:
-    rounding, satfinite = options or (Rounding.RCEIL, False)
-    got = ops["permute_mx_col_fold"](packed, row_map, ends, rounding=rounding, satfinite=satfinite)
-    check.same_bytes(got, fold_oracle.permute_mx_col_fold(packed, row_map, ends, rounding, satfinite))
+def assert_defined(ops: Ops, *arrays: Array, **mode: int) -> None:
+    check.same_bytes(ops["permute_mx_col_fold"](*arrays, **mode), fold_oracle.permute_mx_col_fold(*arrays, **mode))
 
 
 @pytest.mark.parametrize("k", [32, 128, 160])
@@ -52,11 +50,11 @@ def test_scales_rise_from_span_to_span(ops: Ops, name: str, ends: str) -> None:
 
 
 @pytest.mark.composed
-@pytest.mark.parametrize(("rounding", "satfinite"), MODES, ids=MODE_NAMES)
-def test_columns_of_any_bytes(ops: Ops, rounding: Rounding, satfinite: bool) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_columns_of_any_bytes(ops: Ops, mode: str) -> None:
     packed = seeded("packed").integers(0, 256, (300, packed_width(128)), np.uint8)
     packed[:150, 128:] = packed[:150, 128:] % 40 + 100
-    assert_defined(ops, packed, mapped(300), SPANNED["every_length"], rounding, satfinite)
+    assert_defined(ops, packed, mapped(300), SPANNED["every_length"], **MODES[mode])
 
 
 @pytest.mark.parametrize("ends", [[0, 0], [0], []], ids=str)

@@ -7,22 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from mxep.core_kernels.cases import MODES, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
-from mxep.core_kernels.formats import BLOCK, Rounding, spans
+from mxep.core_kernels.fold.cases import COURSES, SPANNED
+from mxep.core_kernels.formats import BLOCK, spans
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from .. import check
-from ..cases import SPANNED, seeded
-from .test_fold_both import COURSES, MODE_NAMES, MODES
 
 pytestmark = pytest.mark.composed
 Ops = Mapping[str, Callable]
 Array = np.ndarray
 
 
-def assert_defined(ops: Ops, q: Array, sf: Array, ends: Array, rounding=Rounding.RCEIL, satfinite=False) -> None:
-    got = ops["requantize_col_fold"](q, sf, ends, rounding=rounding, satfinite=satfinite)
-    check.same_bytes(got, fold_oracle.requantize_col_fold(q, sf, ends, rounding, satfinite))
+def assert_defined(ops: Ops, *arrays: Array, **mode: int) -> None:
+    check.same_bytes(ops["requantize_col_fold"](*arrays, **mode), fold_oracle.requantize_col_fold(*arrays, **mode))
 
 
 @pytest.mark.parametrize("ends", SPANNED)
@@ -31,13 +30,13 @@ def test_scales_rise_from_span_to_span(ops: Ops, name: str, ends: str) -> None:
     assert_defined(ops, *quantize_oracle.quantize_row(COURSES[name]), SPANNED[ends])
 
 
-@pytest.mark.parametrize(("rounding", "satfinite"), MODES, ids=MODE_NAMES)
-def test_any_bytes(ops: Ops, rounding: Rounding, satfinite: bool) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_any_bytes(ops: Ops, mode: str) -> None:
     """Every code under every scale, next to blocks of ordinary magnitudes."""
     rng, m = seeded("requantized"), 1440
     q, sf = (rng.integers(0, 256, shape).astype(np.uint8) for shape in ((m, 160), (m, 5)))
     sf[: m // 2] = rng.integers(100, 140, sf[: m // 2].shape)
-    assert_defined(ops, q, sf, SPANNED["every_length"], rounding, satfinite)
+    assert_defined(ops, q, sf, SPANNED["every_length"], **MODES[mode])
 
 
 @pytest.mark.parametrize("ends", [[0, 0], [0], []], ids=str)

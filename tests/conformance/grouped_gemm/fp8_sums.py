@@ -14,8 +14,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-
-from ..cases import seeded
+from mxep.core_kernels.cases import seeded
 
 Array = np.ndarray
 ROWS, COLUMNS, TERMS = 10, 8, 288  # two stages of 128 terms, and 32 of a third

@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16, seeded
+from mxep.core_kernels.grouped_gemm.cases import GEMMS, M_GROUPED
 from mxep.core_kernels.grouped_gemm.folded import oracle as oracle_folded
 
 from .. import check
-from ..cases import BF16, GEMMS, seeded
-from .test_grouped_gemm_folded import M_GROUPED, by_group, by_row
+from .test_grouped_gemm_folded import by_group, by_row
 
 Ops = Mapping[str, Callable]
 pytestmark = [pytest.mark.needs("grouped_mm_fold_pair", "grouped_wgrad_fold_pair"), pytest.mark.composed]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16, DISTRIBUTIONS, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.fold.cases import SPANNED, every_shift
 from mxep.core_kernels.formats import BLOCK, SPAN
 from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm_oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle as oracle_folded
@@ -16,13 +18,10 @@ from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from .. import check
 from ..backends import offers
-from ..cases import BF16, DISTRIBUTIONS, GEMMS, RAGGED_GEMMS, SPANNED, seeded
-from ..fold.test_fold import every_shift
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
 Pair = tuple[Array, Array]
-M_GROUPED = GEMMS | RAGGED_GEMMS
 needs = pytest.mark.needs
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
@@ -98,46 +97,6 @@ def by_group(x: Array, group_ends: Array) -> Pair:
     return fold_oracle.fold_groups(*quantize_oracle.quantize_col(x), group_ends)
 
 
-def row_values(pair: Pair) -> Array:
-    return oracle_math.E4M3_VALUES[pair[0]] * oracle_math.e8m0_value(pair[1])[..., None]
-
-
-@needs("grouped_mm_fold")
-@out_dtypes
-@pytest.mark.parametrize("name", M_GROUPED)
-def test_grouped_mm_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    case = M_GROUPED[name]
-    lhs, rhs = by_row(case.lhs), by_row(case.rhs_t)
-    got = ops["grouped_mm_fold"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
-    assert got.dtype == oracle_math.DTYPES[out_dtype]
-    check.m_grouped(got, row_values(lhs), row_values(rhs), case.group_ends, check.fp8_chain(backend))
-    check.fp8_sums(backend, "grouped_mm_fold", got, *lhs, *rhs, case.group_ends)
-    assert (got[case.group_ends[-1] :] == 0).all()
-
-
-@needs("grouped_mm_fold_bias")
-@out_dtypes
-@pytest.mark.parametrize("name", M_GROUPED)
-def test_grouped_mm_fold_bias(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    """The bias is a term of the sum. Rows past the last end have none."""
-    case, ends = M_GROUPED[name], M_GROUPED[name].group_ends
-    operands = *by_row(case.lhs), *by_row(case.rhs_t)
-    bias = (seeded(f"bias {name}").standard_normal(case.rhs_t.shape[:2]) * 30).astype(np.float32)
-    bias[np.diff(ends, prepend=0) == 0] = np.nan
-    got = ops["grouped_mm_fold_bias"](*operands, bias, ends, out_dtype=out_dtype)
-    assert got.dtype == oracle_math.DTYPES[out_dtype]
-    exact, magnitude = (
-        oracle_folded.grouped_mm_fold_bias(lhs, operands[1], rhs, operands[3], b, ends, "float64")
-        for lhs, rhs, b in (
-            (operands[0], operands[2], bias),
-            (operands[0] & 0x7F, operands[2] & 0x7F, np.abs(bias)),
-        )
-    )
-    check.gemm_bound(got, exact, magnitude, case.lhs.shape[1] + 1, check.fp8_chain(backend))
-    check.fp8_sums(backend, "grouped_mm_fold_bias", got, *operands, bias, ends)
-    assert (got[ends[-1] :] == 0).all()
-
-
 @needs("grouped_mm_fold_bias")
 @out_dtypes
 def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
@@ -151,21 +110,6 @@ def test_sum_and_bias_are_rounded_once(ops: Ops, out_dtype: str) -> None:
     want = np.zeros((70, 136))
     want[:33], want[33:65] = 257 + bias[0], 257 + bias[1]
     check.same_bytes(got, oracle_math.round_to(want, out_dtype))
-
-
-@needs("grouped_wgrad_fold")
-@out_dtypes
-@pytest.mark.parametrize("name", GEMMS)
-def test_grouped_wgrad_fold(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    case = GEMMS[name]
-    ends = case.group_ends
-    lhs, rhs = by_group(case.dout, ends), by_group(case.lhs, ends)
-    got = ops["grouped_wgrad_fold"](*lhs, *rhs, ends, out_dtype=out_dtype)
-    assert got.dtype == oracle_math.DTYPES[out_dtype]
-    values = [fold_oracle.span_values(*pair, ends).T for pair in (lhs, rhs)]
-    check.k_grouped(got, *values, ends, check.fp8_chain(backend))
-    check.fp8_sums(backend, "grouped_wgrad_fold", got, *lhs, *rhs, ends)
-    assert (got[np.diff(ends, prepend=0) == 0] == 0).all()
 
 
 def rising(rng: np.random.Generator, columns: int, highest: int) -> Array:

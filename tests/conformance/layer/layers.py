@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from mxep.core_kernels.cases import BF16, Array, lognormal_blocks, seeded
 from mxep.core_kernels.policy.recipe import RECIPES, Recipe
 from mxep.core_kernels.reference import choice, collectives, ffn
 from mxep.core_kernels.reference import layer as layer_oracle
-
-from ..cases import BF16, Array, lognormal_blocks, seeded
 
 RUNS = {name: Recipe.parse(name, compute="exact") for name in RECIPES} | {
     f"{name}_folded": Recipe.parse(name, compute="fold") for name, recipe in RECIPES.items() if recipe.mx

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16, DISTRIBUTIONS, seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
 from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm_oracle
@@ -25,7 +26,6 @@ from mxep.core_kernels.routing import oracle as routing_oracle
 
 from .. import check
 from ..backends import INTERPRETER
-from ..cases import BF16, DISTRIBUTIONS, seeded
 from ..extremes import EXTREMES, LOST, ROW_ENDS, TERM_ENDS, TERMS, TIES
 from ..grouped_gemm.test_grouped_gemm_folded import floor_db
 

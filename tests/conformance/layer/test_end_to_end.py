@@ -11,15 +11,17 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16, seeded
+from mxep.core_kernels.grouped_gemm.cases import GEMMS
 from mxep.core_kernels.permute import oracle as permute_oracle
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.reference import products as product_oracle
 from mxep.core_kernels.routing import oracle as routing_oracle
+from mxep.core_kernels.routing.cases import MAPS
 
 from .. import check
 from ..backends import adapter
-from ..cases import BF16, GEMMS, MAPS, seeded
 from .layers import FFN, FFN_WITH_BIASES, RUNS
 
 Array = np.ndarray

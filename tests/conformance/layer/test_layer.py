@@ -19,13 +19,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16
 from mxep.core_kernels.quantize import oracle
 from mxep.core_kernels.reference import choice, collectives
 
 from ...ranks.fixture import Ranks, StartRanks
 from .. import check
 from ..backends import adapter, dense_layer
-from ..cases import BF16
 from .layers import LAYER_RUNS, LAYERS, RANKED_RUNS, RANKS, RUNS, WIRE
 
 Array = np.ndarray

@@ -1,51 +1,22 @@
-"""Blockwise FP8: exact bytes and scales; the product within the error bound of tests/compare.py."""
+"""Blockwise FP8: scales and products of known values."""
 
 from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import BF16, seeded
 from mxep.core_kernels.formats import SQUARE
 from mxep.core_kernels.grouped_gemm.blockwise import oracle as oracle_blockwise
-from mxep.core_kernels.quantize import oracle_blockwise as oracle
 
 from .. import check
-from ..cases import BF16, GEMMS, QUANTIZE, RAGGED_GEMMS, seeded
-from .test_quantize_rowwise import ROWS
 
 Ops = Mapping[str, Callable]
-Array = np.ndarray
 needs = pytest.mark.needs
 powers_of_two = pytest.mark.parametrize("power_of_two", [False, True])
 out_dtypes = pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
 
 # --- quantization ---------------------------------------------------------------------------------------
-
-
-def _special_squares() -> Array:
-    """(2, 150, 300): squares with a NaN, an infinity, negative zeros, subnormals, the largest value; ragged ends."""
-    x = seeded("squares").standard_normal((2, 150, 300)).astype(np.float32)
-    x[0, 5, 7], x[0, 149, 130], x[1, 3, 299] = np.nan, -np.inf, np.finfo(np.float32).max
-    x[0, :128, 256:] = -0.0
-    x[1, :128, :128] = np.uint32(3).view(np.float32)
-    return x
-
-
-SHAPES = {
-    "one_value": np.float32([[-3.0]]),
-    "no_rows": np.zeros((0, 256), np.float32),
-    "no_columns": np.zeros((3, 0), np.float32),
-    "across_a_square": seeded("across").standard_normal((129, 385)).astype(BF16),
-}
-CASES = QUANTIZE | ROWS | SHAPES | {"special_squares": _special_squares()}
-
-
-@powers_of_two
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("op", ["quantize_blockwise", "quantize_squares_both"])
-def test_quantize(ops: Ops, op: str, name: str, power_of_two: bool) -> None:
-    got = ops[op](CASES[name], power_of_two=power_of_two)
-    check.same_bytes(got, getattr(oracle, op)(CASES[name], power_of_two))
 
 
 def test_scales_and_bytes_of_known_values(ops: Ops) -> None:
@@ -74,33 +45,6 @@ def test_a_transposed_matrix_has_the_transposed_bytes(ops: Ops, power_of_two: bo
 
 
 # --- the product ----------------------------------------------------------------------------------------
-
-M_GROUPED = GEMMS | RAGGED_GEMMS
-ROUNDINGS = 4
-"""fp32 roundings of a term in addition to the roundings of the sum, in halves of 2^-23: two scaled operands, or a
-product of scales and of a partial sum."""
-
-
-def _within_the_bound(
-    got: Array, lhs: tuple[Array, Array], rhs: tuple[Array, Array], ends: Array, chain: float = 0
-) -> None:
-    values = oracle.row_values(*lhs), oracle.square_values(*rhs)
-    exact = oracle_blockwise.grouped_mm_blockwise(*lhs, *rhs, ends, "float64")
-    magnitude = oracle_blockwise.m_grouped(*map(np.abs, values), ends, "float64")
-    check.gemm_bound(got, exact, magnitude, lhs[0].shape[1] + ROUNDINGS, chain)
-
-
-@needs("grouped_mm_blockwise")
-@out_dtypes
-@pytest.mark.parametrize("name", M_GROUPED)
-def test_grouped_mm_blockwise(backend: str, ops: Ops, name: str, out_dtype: str) -> None:
-    case = M_GROUPED[name]
-    lhs, rhs = oracle.quantize_blockwise(case.lhs), oracle.quantize_squares(case.rhs_t)
-    got = ops["grouped_mm_blockwise"](*lhs, *rhs, case.group_ends, out_dtype=out_dtype)
-    assert got.dtype == oracle_math.DTYPES[out_dtype]
-    _within_the_bound(got, lhs, rhs, case.group_ends, check.fp8_chain(backend))
-    check.fp8_sums(backend, "grouped_mm_blockwise", got, *lhs, *rhs, case.group_ends)
-    assert (got[case.group_ends[-1] :] == 0).all()
 
 
 @needs("grouped_mm_blockwise")

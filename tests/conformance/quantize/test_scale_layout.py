@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mxep.core_kernels.cases import seeded
 from mxep.core_kernels.scale_layout import oracle
 
 from .. import check
-from ..cases import seeded
 
 Ops = Mapping[str, Callable]
 # ends, rows, scales per row

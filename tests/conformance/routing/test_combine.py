@@ -1,67 +1,18 @@
-"""combine and its gradients: exact bytes; dprobs, a dot product, within the error bound of a product."""
+"""combine and its gradients: sums in order, and a bilinear form."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mxep.core_kernels.combine import oracle as combine_oracle
-from mxep.core_kernels.formats import Rounding
+from mxep.core_kernels.cases import BF16, seeded
+from mxep.core_kernels.combine.cases import COMBINES
 from mxep.core_kernels.permute import oracle as permute_oracle
 
 from .. import check
-from ..cases import BF16, COMBINES, Combine, seeded
 
 Ops = Mapping[str, Callable]
-
-
-@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", COMBINES)
-def test_combine(ops: Ops, name: str, out_dtype: str) -> None:
-    inputs = COMBINES[name].inputs
-    check.same_bytes(ops["combine"](*inputs, out_dtype=out_dtype), combine_oracle.combine(*inputs, out_dtype))
-
-
-def dprobs_bound(got: np.ndarray, case: Combine) -> None:
-    """Each dot product is within the bound, and zero for an empty slot."""
-    width, none = case.rows.shape[1], case.slots < 0
-    gathered = case.rows[np.where(none, 0, case.slots)] if case.rows.size else np.zeros((*none.shape, width))
-    x = np.where(none[..., None], 0, gathered.astype(np.float64))
-    dy = np.where(none[..., None], 0, case.dy.astype(np.float64)[:, None])
-    with np.errstate(invalid="ignore"):
-        exact, magnitude = (x * dy).sum(-1), np.abs(x * dy).sum(-1)
-    check.gemm_bound(got, exact, magnitude, width)
-    check.same_bytes(got[none], np.zeros(none.sum(), np.float32))
-
-
-@pytest.mark.parametrize("name", COMBINES)
-def test_combine_bwd(ops: Ops, name: str) -> None:
-    case = COMBINES[name]
-    drows, dprobs = ops["combine_bwd"](*case.bwd_inputs)
-    want, _ = combine_oracle.combine_bwd(*case.bwd_inputs)
-    check.same_bytes(drows, want)
-    if case.probs.ndim == 2:
-        dprobs_bound(dprobs, case)
-    else:
-        check.same_bytes(dprobs, case.probs)
-
-
-@pytest.mark.parametrize("options", [{}, {"rounding": Rounding.FLOOR, "satfinite": True}], ids=["rceil", "floor"])
-@pytest.mark.parametrize("name", COMBINES)
-def test_combine_bwd_row(ops: Ops, name: str, options: dict) -> None:
-    """Rows of whole blocks: columns repeat up to a multiple of 32."""
-    case = COMBINES[name]
-    columns = np.arange(-(-case.rows.shape[1] // 32) * 32) % max(case.rows.shape[1], 1)
-    case = replace(case, rows=case.rows[:, columns], dy=case.dy[:, columns])
-    *got, dprobs = ops["combine_bwd_row"](*case.bwd_inputs, **options)
-    *want, _ = combine_oracle.combine_bwd_row(*case.bwd_inputs, **options)
-    check.same_bytes(got, want)
-    if case.probs.ndim == 2:
-        dprobs_bound(dprobs, case)
-    else:
-        check.same_bytes(dprobs, case.probs)
 
 
 def test_the_sum_rounds_every_product_and_runs_in_order(ops: Ops) -> None:

@@ -1,55 +1,25 @@
-"""route, route_bwd: exact bytes. logits_bwd: the error bound of a product."""
+"""The gradient of the router in two terms, the order of equal scores, and logits_bwd."""
 
 from collections.abc import Callable, Mapping
-from functools import cache
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16, seeded
 from mxep.core_kernels.router import oracle
+from mxep.core_kernels.router.cases import ROUTES, routed_gradients
 
 from .. import check
-from ..cases import BF16, seeded
-from ..cases_router import ROUTES
 
 Ops = Mapping[str, Callable]
-Arrays = tuple[np.ndarray, ...]
-
-
-@cache
-def routed(name: str) -> Arrays:
-    case = ROUTES[name]
-    return oracle.route(case.logits, case.bias, **case.options)
-
-
-def gradients(name: str, shared: bool) -> tuple[np.ndarray, np.ndarray]:
-    """dweights and dshares."""
-    rng, experts = seeded(f"gradient {name}"), ROUTES[name].logits.shape[1]
-    dweights = rng.standard_normal(routed(name)[0].shape).astype(np.float32)
-    return dweights, rng.standard_normal(experts if shared else 0).astype(np.float32)
-
-
-@pytest.mark.parametrize("name", ROUTES)
-def test_route(ops: Ops, name: str) -> None:
-    case = ROUTES[name]
-    check.same_bytes(ops["route"](case.logits, case.bias, **case.options), routed(name))
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["weights", "shares"])
-@pytest.mark.parametrize("name", ROUTES)
-def test_route_bwd(ops: Ops, name: str, shared: bool) -> None:
-    case = ROUTES[name]
-    inputs = (*gradients(name, shared), case.logits, routed(name)[0])
-    got = ops["route_bwd"](*inputs, **case.score_options)
-    check.same_bytes(got, oracle.route_bwd(*inputs, **case.score_options))
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["weights", "shares"])
 @pytest.mark.parametrize("name", [name for name, case in ROUTES.items() if case.logits.dtype == np.float32])
 def test_route_bwd_in_two_terms(ops: Ops, name: str, shared: bool) -> None:
     case = ROUTES[name]
-    dweights, dshares = gradients(name, shared)
+    dweights, dshares, *others = routed_gradients(name, shared)
     dweights[:1], dweights[-1:] = 3e38, 3.3961e38  # which bf16 holds and does not hold
-    inputs = (dweights, dshares, case.logits, routed(name)[0])
+    inputs = (dweights, dshares, *others)
     got = ops["route_bwd"](*inputs, **case.score_options, split=True)
     terms = oracle.route_bwd(*inputs, **case.score_options, split=True)
     check.same_bytes(got, terms)

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import seeded
 from mxep.core_kernels.reference import choice as definition
 from mxep.core_kernels.router import oracle
-
-from ..cases import seeded
-from ..cases_router import ROUTES
+from mxep.core_kernels.router.cases import ROUTES
 
 PLAIN = ["softmax", "softmax_as_it_is", "sigmoid", "sigmoid_as_it_is", "of_chosen", "groups", "groups_by_max", "bf16"]
 

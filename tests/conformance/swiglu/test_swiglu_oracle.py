@@ -5,9 +5,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import BF16, seeded
 from mxep.core_kernels.swiglu import oracle
-
-from ..cases import BF16, GLUS, NUMBERS, seeded
+from mxep.core_kernels.swiglu.cases import GLUS, NUMBERS
 
 GATES = np.arange(2**16, dtype=np.uint16).view(BF16).astype(np.float32)
 FINITE = GATES[np.isfinite(GATES)]

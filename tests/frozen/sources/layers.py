@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import numpy as np
+from mxep.core_kernels.cases import BF16, Array, seeded
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.prob_in import ProbIn
 from mxep.core_kernels.policy.recipe import Recipe
@@ -17,7 +18,6 @@ from mxep.core_kernels.policy.router import SharedExpert
 from mxep.core_kernels.swiglu.activation import SwiGLU
 
 from ... import replicas, routed_layers
-from ...conformance.cases import BF16, Array, seeded
 from ...conformance.layer import layers as conformance
 from ...layer_options import layer_options
 from ..hashes import digits_of
