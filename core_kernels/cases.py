@@ -99,7 +99,7 @@ def exp2(x: Array) -> Array:
 def floats(rng: Rng, *shape: int, dtype: np.dtype = BF16) -> Array:
     """Normal values; every row has its own magnitude. One in 500 is NaN, infinite, zero or subnormal in fp32."""
     x = rng.standard_normal(shape, F32) * exp2(3 * rng.standard_normal((*shape[:-1], 1), F32))
-    special = np.float32([np.nan, np.inf, -np.inf, 2.0**-130, 0.0])[rng.integers(0, 5, shape)]
+    special = np.array([np.nan, np.inf, -np.inf, 2.0**-130, 0.0], np.float32)[rng.integers(0, 5, shape)]
     return np.where(rng.random(shape, F32) < 0.002, special, x).astype(dtype)
 
 
@@ -110,7 +110,7 @@ def finite(rng: Rng, *shape: int) -> Array:
 def group_ends(rng: Rng, m: int, multiple: int = 1) -> Array:
     """Ends of three groups. The second group is empty; the last may end before the last row."""
     first, last = sorted(rng.integers(0, m // multiple + 1, 2).tolist())
-    return np.int32([first, first, last]) * np.int32(multiple)
+    return np.array([first, first, last], np.int32) * np.int32(multiple)
 
 
 def row_map(rng: Rng, m: int) -> Array:

@@ -31,7 +31,7 @@ WIDE = {"out_dtype": "float32"}
 
 def ragged(rng: Rng, m: int) -> Array:
     """Unaligned ends. The first group has one row if m > 0."""
-    return np.int32([min(m, 1), max(min(m, 1), m // 3), m - m // 8])
+    return np.array([min(m, 1), max(min(m, 1), m // 3), m - m // 8], np.int32)
 
 
 def mm(rng: Rng, m: int) -> Arrays:

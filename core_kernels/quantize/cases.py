@@ -88,7 +88,7 @@ def _matrices() -> dict[str, Array]:
     # the fp32 values at and next to the edge of each scale, 448 * 2^k or 2^k, one block each
     for name, top in (("rceil_edges", 448.0), ("floor_edges", 1.0)):
         edges = np.ldexp(np.float32(top), np.arange(-157, 119)).astype(np.float32)
-        edges = np.nextafter(np.stack([edges] * 3), np.float32([[-np.inf], [0], [np.inf]])).reshape(-1)[:800]
+        edges = np.nextafter(np.stack([edges] * 3), np.array([[-np.inf], [0], [np.inf]], np.float32)).reshape(-1)[:800]
         edges[1::3] = np.abs(edges[1::3])
         x = edges[:, None] * seeded(name).uniform(-1, 1, (800, BLOCK)).astype(np.float32)
         x[:, 5] = -edges
@@ -131,7 +131,7 @@ def _amax_at_every_edge() -> Array:
     """Each row has another amax, at or next to 448 * 2^e or 2^e, from fp32's smallest to its largest value."""
     with np.errstate(over="ignore"):
         powers = np.concatenate([np.ldexp(np.float32(top), np.arange(-158, 128)) for top in (448, 1)])
-    edges = np.nextafter(np.stack([powers] * 3), np.float32([[0], [0], [np.inf]]))
+    edges = np.nextafter(np.stack([powers] * 3), np.array([[0], [0], [np.inf]], np.float32))
     edges[1] = powers
     edges = np.abs(edges[np.isfinite(edges)])
     x = edges[:, None] * seeded("edges").uniform(-1, 1, (len(edges), 3 * BLOCK)).astype(np.float32)
@@ -163,7 +163,7 @@ LONG_ROWS = {
     "one_huge_value": _one_huge_value(),
     "special_rows": _special_rows(),
     "special_rows_bf16": _special_rows().astype(BF16),
-    "zeros_of_both_signs": np.tile(np.float32([0.0, -0.0]), (2, 32)),
+    "zeros_of_both_signs": np.tile(np.array([0.0, -0.0], np.float32), (2, 32)),
     "more_than_a_power_of_two": seeded("wide").standard_normal((3, 1056)).astype(BF16),
     "wide": seeded("wider").standard_t(2, (2, 7168)).astype(np.float32),
 }
@@ -180,7 +180,7 @@ def _special_squares() -> Array:
 
 SQUARES = {
     "special_squares": _special_squares(),
-    "one_value": np.float32([[-3.0]]),
+    "one_value": np.array([[-3.0]], np.float32),
     "no_rows": np.zeros((0, 256), np.float32),
     "no_columns": np.zeros((3, 0), np.float32),
     "across_a_square": seeded("across").standard_normal((129, 385)).astype(BF16),

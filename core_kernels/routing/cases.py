@@ -10,12 +10,12 @@ from .oracle import sort_by_expert
 
 
 def expert_ids(rng: Rng, m: int) -> Array:
-    return np.int32([1, 4, 6, 8])[rng.integers(0, 4, m)]
+    return np.array([1, 4, 6, 8], np.int32)[rng.integers(0, 4, m)]
 
 
 def counts(rng: Rng, m: int) -> Arrays:
     """Token counts from two ranks for three experts; the last expert receives none."""
-    pair = np.int32([0, 1, 3, 4])[rng.integers(0, 4, m)]
+    pair = np.array([0, 1, 3, 4], np.int32)[rng.integers(0, 4, m)]
     return (np.bincount(pair, minlength=2 * GROUPS).astype(np.int32),)
 
 
@@ -82,11 +82,11 @@ MAPS = {
 SORTS: dict[str, tuple[Array, int]] = {
     "random": (seeded("sort").integers(0, 8, 300).astype(np.int32), 8),
     "all_to_one": (np.full(70, 3, np.int32), 8),
-    "one_token": (np.int32([2]), 4),
-    "no_tokens": (np.int32([]), 4),
+    "one_token": (np.array([2], np.int32), 4),
+    "no_tokens": (np.array([], np.int32), 4),
     "one_expert": (np.zeros(50, np.int32), 1),
     "reversed": (np.arange(40, dtype=np.int32)[::-1].copy() // 5, 8),
-    "empty_experts": (seeded("gaps").choice(np.int32([1, 4, 6]), 100), 9),
+    "empty_experts": (seeded("gaps").choice(np.array([1, 4, 6], np.int32), 100), 9),
     "many_experts": (seeded("256").integers(0, 256, 500).astype(np.int32), 256),
 }
 

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 def run(folder: Path, source: str) -> str:
     """The last line of pytest, with `source` as the adapter."""
     (folder / "adapter_of_mine.py").write_text(source)
-    files = [str(HERE / name) for name in ("test_backends.py", "quantize/test_quantize.py", "routing/test_routing.py")]
+    files = [str(HERE / name) for name in ("test_backends.py", "quantize/test_quantize.py", "test_cases.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "adapter_of_mine", *files]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "CI": "false"}

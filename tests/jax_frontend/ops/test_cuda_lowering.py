@@ -16,16 +16,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 from mxep import cpp_bindings
-from mxep.core_kernels.formats import spans
 from mxep.jax_frontend import RouterConfig, capabilities, force_implementation, grouped_mm, lower_for, moe, ops
 
 from ...cases import sample
 
 M, K, N, G = 64, 64, 96, 3
-
-
-def u8(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.uint8)
 
 
 def bf16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -41,55 +36,10 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 ENDS = i32(G)
-SPANS = spans(M, G)
-GLU = [bf16(M, K), bf16(M, K), jax.ShapeDtypeStruct((M,), jnp.float32)]
-NO_PROB = [jax.ShapeDtypeStruct((0,), jnp.float32)]
-CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {
-    "quantize_row": (ops.quantize_row, [bf16(G, N, K)]),
-    "quantize_row_packed": (ops.quantize_row_packed, [bf16(M, K)]),
-    "quantize_col": (ops.quantize_col, [bf16(G, N, K)]),
-    "quantize_both": (ops.quantize_both, [bf16(M, K)]),
-    "dequantize": (ops.dequantize, [u8(M, K), u8(M, K // 32)]),
-    "permute_rows": (ops.permute_rows, [bf16(M, K), i32(2 * M)]),
-    "permute_mx": (ops.permute_mx, [u8(M, K + K // 32), i32(2 * M)]),
-    "sort_by_expert": (lambda ids: ops.sort_by_expert(ids, 8), [i32(M)]),
-    "row_map": (lambda counts: ops.row_map(counts, num_rows=M, num_local_experts=G), [i32(2 * G)]),
-    "fold_rows": (ops.fold_rows, [u8(M, K), u8(M, K // 32)]),
-    "quantize_row_fold": (ops.quantize_row_fold, [bf16(G, N, K)]),
-    "quantize_rowwise": (ops.quantize_rowwise, [bf16(G, N, K)]),
-    "fold_groups": (ops.fold_groups, [u8(N, M), u8(N, M // 32), ENDS]),
-    "quantize_both_fold": (ops.quantize_both_fold, [bf16(M, K), ENDS]),
-    "permute_mx_col_fold": (ops.permute_mx_col_fold, [u8(M, 132), i32(M), ENDS]),
-    "block_scales": (ops.block_scales, [u8(M, K // 32), ENDS]),
-    "unblock_scales": (
-        lambda blocked, ends: ops.unblock_scales(blocked, ends, num_rows=M, num_scales=K // 32),
-        [u8((M + 127 * G) // 128 * 128, 4), ENDS],
-    ),
-    "swiglu": (ops.swiglu, GLU),
-    "swiglu_row": (ops.swiglu_row, GLU[:2] + NO_PROB),
-    "swiglu_row_fold": (ops.swiglu_row_fold, GLU),
-    "swiglu_col": (ops.swiglu_col, GLU),
-    "swiglu_bwd": (ops.swiglu_bwd, [bf16(M, K), *GLU]),
-    "swiglu_bwd_row": (ops.swiglu_bwd_row, [bf16(M, K), *GLU]),
-    "swiglu_bwd_col": (ops.swiglu_bwd_col, [bf16(M, K), *GLU[:2], *NO_PROB]),
-    "swiglu_bwd_both": (ops.swiglu_bwd_both, [bf16(M, K), *GLU]),
-    "swiglu_bwd_all": (ops.swiglu_bwd_all, [bf16(M, K), *GLU]),
-    "swiglu_bwd_fold": (ops.swiglu_bwd_fold, [bf16(M, K), *GLU, ENDS]),
-    "combine": (ops.combine, [bf16(2 * M, K), i32(M, 2), f32(M, 2)]),
-    "combine_bwd": (ops.combine_bwd, [bf16(M, K), bf16(2 * M, K), i32(M, 2), i32(2 * M), f32(M, 2)]),
-    "grouped_mm_mx": (ops.grouped_mm_mx, [u8(M, K), u8(M, K // 32), u8(G, N, K), u8(G, N, K // 32), ENDS]),
-    "grouped_mm_bf16": (ops.grouped_mm_bf16, [bf16(M, K), bf16(G, N, K), ENDS]),
-    "grouped_wgrad_mx": (ops.grouped_wgrad_mx, [u8(N, M), u8(N, M // 32), u8(K, M), u8(K, M // 32), ENDS]),
-    "grouped_wgrad_bf16": (ops.grouped_wgrad_bf16, [bf16(M, N), bf16(M, K), ENDS]),
-    "grouped_wgrad_bf16_t": (ops.grouped_wgrad_bf16_t, [bf16(N, M), bf16(K, M), ENDS]),
-    "grouped_mm_fold": (ops.grouped_mm_fold, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), ENDS]),
-    "grouped_mm_fold_bias": (ops.grouped_mm_fold_bias, [u8(M, K), u8(M), u8(G, N, K), u8(G, N), f32(G, N), ENDS]),
-    "grouped_wgrad_fold": (ops.grouped_wgrad_fold, [u8(N, M), u8(SPANS, N), u8(K, M), u8(SPANS, K), ENDS]),
-}
+CALLS: dict[str, tuple[Callable, list[jax.ShapeDtypeStruct]]] = {}
 for _name, _op in ops.OPS.items():
-    if _name not in CALLS:
-        _types, _options = sample(_op)
-        CALLS[_name] = partial(getattr(ops, _name), **_options), [jax.ShapeDtypeStruct(*t) for t in _types]
+    _types, _options = sample(_op)
+    CALLS[_name] = partial(getattr(ops, _name), **_options), [jax.ShapeDtypeStruct(*t) for t in _types]
 COMPOSED = {name: [part.name for part in op.parts] for name, op in ops.OPS.items() if op.compose}
 
 
