@@ -176,7 +176,7 @@ def _gemm(name: str, ends: list[int], m: int, k: int, n: int, distribution: str 
     lhs, rhs_t, dout = draw(rng, (m, k)), draw(rng, (len(ends), n, k)) / np.sqrt(k), draw(rng, (m, n))
     lhs[ends[-1] :: 2], lhs[ends[-1] + 1 :: 2] = np.nan, np.inf
     dout[ends[-1] :: 2], dout[ends[-1] + 1 :: 2] = np.inf, np.nan
-    return Gemm(lhs.astype(BF16), rhs_t.astype(BF16), dout.astype(BF16), np.int32(ends))
+    return Gemm(lhs.astype(BF16), rhs_t.astype(BF16), dout.astype(BF16), np.array(ends, np.int32))
 
 
 def _gemm_cases() -> dict[str, Gemm]:

@@ -69,7 +69,7 @@ CASES = {
 # --- fixed values ---------------------------------------------------------------------------------------
 
 
-def _fp32(bits: Array) -> Array:
+def _fp32(bits: Array | list[int]) -> Array:
     return np.asarray(bits, np.uint32).view(np.float32)
 
 

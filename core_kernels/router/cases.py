@@ -88,14 +88,14 @@ def _special_logits(case: Routed) -> Routed:
     return Routed(x, case.bias, case.options)
 
 
-_KINDS = {
+_KINDS: dict[str, dict[str, Any]] = {
     "softmax": {},
     "softmax_as_it_is": {"normalize": False, "route_scale": 2.5},
     "sigmoid": {"score_func": "sigmoid", "route_scale": 2.5},
     "sigmoid_as_it_is": {"score_func": "sigmoid", "normalize": False},
     "of_chosen": {"score_func": "softmax_of_chosen"},
 }
-_IN_GROUPS = {"num_groups": 6, "top_k_groups": 3}
+_IN_GROUPS: dict[str, Any] = {"num_groups": 6, "top_k_groups": 3}
 ROUTES = {
     **{name: _routed(name, 40, 16, top_k=4, **kind) for name, kind in _KINDS.items()},
     **{

@@ -129,15 +129,16 @@ def _glu_cases() -> dict[str, Glu]:
         "no_rows": _glu("no_rows", (0, 64), True),
         "no_rows_without_prob": _glu("no_rows_without_prob", (0, 64), False),
     }
-    cases["ones"] = Glu(*(np.ones((32, 64), BF16),) * 3, np.array([], np.float32))
+    one = np.ones((32, 64), BF16)
+    cases["ones"] = Glu(one, one, one, np.array([], np.float32))
 
     # all 12^3 triples of dh, gate, up, each in a row of its own; special values of prob too
     special = np.array([0, -0.0, 1, -1, 3e38, -3e38, 1e-40, -1e-40, 88, np.inf, -np.inf, np.nan], BF16)
     triples = [x.reshape(-1) for x in np.meshgrid(special, special, special, indexing="ij")]
-    one_per_row = [np.repeat(x[:, None], 32, axis=1) for x in triples]  # a sum of one kind of term
-    probs = np.resize(np.array([1, 0, -0.0, -2.5, 1e-42, 3e38, np.inf, np.nan], np.float32), len(one_per_row[0]))
-    cases["special_values"] = Glu(*one_per_row, probs)
-    cases["special_values_without_prob"] = Glu(*one_per_row, np.array([], np.float32))
+    dh, gate, up = [np.repeat(x[:, None], 32, axis=1) for x in triples]  # a sum of one kind of term
+    probs = np.resize(np.array([1, 0, -0.0, -2.5, 1e-42, 3e38, np.inf, np.nan], np.float32), len(dh))
+    cases["special_values"] = Glu(dh, gate, up, probs)
+    cases["special_values_without_prob"] = Glu(dh, gate, up, np.array([], np.float32))
 
     # all pairs of gate and up on both sides of a limit of 7, each in a row of its own
     edges = np.array([7, 7.03125, 6.96875, -7, -7.03125, -6.96875, 0, -0.0, 1, -100, np.inf, -np.inf, np.nan], BF16)
