@@ -1,6 +1,7 @@
 """Settings that must precede all imports, and the check of the number of skips."""
 
 import gc
+import math
 import os
 from pathlib import Path
 
@@ -32,6 +33,29 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+
+    # A value is given a new type, with its text, and a new tuple for its shape, with a type and a text of its own. Here
+    # types of the same elements and shape have the same parts, and a tuple has no text: a third of the time.
+    new_type, parts = core.block_type.__init__, {}
+    of_scalars = core.constexpr(1), core.tuple([])
+
+    def block_type(self, element_ty, shape):
+        key = element_ty.name, *[size.value if isinstance(size, core.constexpr) else size for size in shape]
+        if key not in parts:
+            new_type(self, element_ty, shape)
+            sizes = core.constexpr(math.prod(self.shape)), core.tuple([core.constexpr(size) for size in self.shape])
+            parts[key] = {**vars(self), "sizes_of_values": sizes}
+        vars(self).update(parts[key])
+
+    def tensor(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.sizes_of_values if type.is_block() else of_scalars
+
+    def tuple_type(self, types, fields=None):
+        self.types, self.fields, self.name = types, fields or [""] * len(types), ""
+
+    core.tuple_type.__init__ = tuple_type
+    core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
 def pytest_collection_finish() -> None:
