@@ -91,6 +91,7 @@ def test_kernels_spill_nothing_but_what_was_measured_to_be_faster() -> None:
         assert used["STACK"] <= spilled(name), (target, name)
 
 
+@pytest.mark.slow  # cuobjdump prints the instructions in 15 s
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_the_hardware_converts_and_nothing_flushes_subnormals(target: str) -> None:
     sass = {name: code for (of, name), code in kernels("-sass").items() if of == target}
@@ -106,6 +107,7 @@ SUMS = {"quantize_tiles": 0, "quantize_persistent": 0, "swiglu_tiles": 0, "backw
 and a reciprocal's."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", sorted(TARGETS))
 @pytest.mark.parametrize("kernel", SUMS)
 def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
@@ -118,6 +120,7 @@ def test_a_product_is_not_fused_into_a_sum(kernel: str, target: str) -> None:
         assert (sigmoids > 0) == (not kernel.startswith("quantize"))
 
 
+@pytest.mark.slow
 def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> None:
     """Two products of four steps per stage; M-grouped also one, of rows that end in the first half; K-grouped also of
     one, two and three steps of a group's last stage; multicast copies, and code for no other architecture."""
@@ -134,6 +137,7 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
     assert "its CUDA kernel was compiled for sm_90," in cpp_bindings.why_not_cuda("grouped_mm_fold", (10, 0))
 
 
+@pytest.mark.slow
 def test_the_bf16_products_are_tensor_core_instructions_of_hopper_for_either_layout() -> None:
     """Operands with a contiguous contraction dim, or (tokens, N) and (tokens, K), which the tensor core transposes."""
     of = {key: code for key, code in kernels("-sass").items() if "grouped_gemm_bf16" in key[1]}

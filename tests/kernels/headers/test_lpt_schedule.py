@@ -7,6 +7,8 @@ turns where they wait for each other. Undefined behaviour ends the program."""
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 PROGRAM = r"""
 #include <ucontext.h>
@@ -14,6 +16,7 @@ PROGRAM = r"""
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
 #include <memory>
 #include <random>
@@ -149,11 +152,11 @@ bool right(Problem p, bool by_length) {
   return !by_length || *std::max_element(time.begin(), time.end()) <= best(p, pairs) * 17 / 16;
 }
 
-int main() {
+int main(int, char** arguments) {
   std::mt19937 random(0);
   const auto any = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
   int wrong = 0;
-  for (int number = 0; number < 24; ++number) {
+  for (int number = 0; number < std::atoi(arguments[1]); ++number) {
     const bool many = number % 8 == 7;
     std::vector<int32_t> ends(many ? 70 : any({1, 2, 5, 9}));
     int tokens = 0;
@@ -172,11 +175,12 @@ int main() {
 """
 
 
-def test_each_value_is_in_one_tile_and_the_last_cluster_ends_early(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problems", [8, pytest.param(24, marks=pytest.mark.slow)])
+def test_each_value_is_in_one_tile_and_the_last_cluster_ends_early(problems: int, tmp_path: Path) -> None:
     source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
     source.write_text(PROGRAM)
     checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
     include = f"-I{ROOT / 'core_kernels'}"
     subprocess.run(["c++", "-std=c++20", "-O1", *checks, include, str(source), "-o", str(program)], check=True)
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
+    ran = subprocess.run([str(program), str(problems)], capture_output=True, text=True, timeout=200)
     assert (ran.stdout, ran.stderr) == ("wrong: 0\n", "")

@@ -6,6 +6,8 @@ The choice of tiles of grouped_gemm/schedule/tile_choice.h, as a table."""
 import subprocess
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 # Names that the header uses from CUDA, and from the schedule of K-grouped tiles, which is not compiled here.
 DEVICE = r"""
@@ -24,6 +26,7 @@ struct LptSchedule { int count, number(int) const, group(int) const; };
 PROGRAM = r"""
 #include "grouped_gemm/schedule/schedule.cuh"
 #include <cstdio>
+#include <cstdlib>
 #include <initializer_list>
 #include <random>
 #include <vector>
@@ -48,11 +51,11 @@ bool covered(Problem p, int& flat) {
   return true;
 }
 
-int main() {
+int main(int, char** arguments) {
   std::mt19937 random(0);
   const auto any = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
   int wrong = 0, flat = 0, of_bf16 = 0;
-  for (int problem = 0; problem < 400; ++problem) {
+  for (int problem = 0; problem < std::atoi(arguments[1]); ++problem) {
     std::vector<int32_t> ends(any({1, 2, 3, 9}));
     int rows = 0;
     for (int32_t& end : ends)
@@ -70,7 +73,8 @@ int main() {
 """
 
 
-def test_each_value_is_in_one_tile(tmp_path: Path) -> None:
+@pytest.mark.parametrize("problems", [80, pytest.param(400, marks=pytest.mark.slow)])
+def test_each_value_is_in_one_tile(problems: int, tmp_path: Path) -> None:
     source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
     stub = tmp_path / "grouped_gemm" / "schedule" / "lpt_schedule.cuh"
     stub.parent.mkdir(parents=True)
@@ -79,7 +83,7 @@ def test_each_value_is_in_one_tile(tmp_path: Path) -> None:
     checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
     include = [f"-I{tmp_path}", f"-I{ROOT / 'core_kernels'}"]
     subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
-    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([str(program), str(problems)], capture_output=True, text=True, timeout=100)
     assert (ran.stdout, ran.stderr) == ("wrong: 0, flat tiles: some and none\n", "")
 
 
