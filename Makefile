@@ -10,7 +10,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.p
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark docs serve-docs clean
+.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -32,7 +32,9 @@ train-gpu:
 # more threads than cores: waiting threads of OpenMP sleep instead of spinning, and the oracles' BLAS has one thread.
 # Half of the time is XLA's. Without LLVM's optimizations it compiles in 0.6 of the time, and with the fusions of its
 # older emitter in one module in another 0.75 of that. A program that both workers need is compiled by one of them. The
-# hundred processes that tests start read the compiled modules of the first.
+# hundred processes that tests start read the compiled modules of the first. Tests with the marker `slow` are left to
+# check-all, which sets MARKED.
+test: MARKED ?= not slow
 test: export PYTHONDONTWRITEBYTECODE =
 test: export OMP_WAIT_POLICY = passive
 test: export OPENBLAS_NUM_THREADS = 1
@@ -42,8 +44,12 @@ test: export JAX_COMPILATION_CACHE_DIR = $(CURDIR)/build/programs
 test: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS = 0
 test: .venv/.dev
 	rm -rf build/programs
-	TRITON_INTERPRET=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30 tests/conformance tests/kernels
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+	TRITON_INTERPRET=1 $(BIN)/pytest -m "$(MARKED)" -n 2 --dist loadfile --no-loadscope-reorder --durations=30 tests/conformance tests/kernels
+	$(BIN)/pytest -m "$(MARKED)" -n 2 --dist loadfile --no-loadscope-reorder --durations=30
+
+# Everything that needs no GPU, 90 minutes on two cores at most. All parts run; fails at the end if one has failed.
+check-all: .venv/.dev
+	$(BIN)/python -m tests.check_all
 
 # Put faults into a copy of the committed code, one at a time, and fail if the tests miss one.
 faults: .venv/.dev

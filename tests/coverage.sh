@@ -19,10 +19,13 @@ CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS="--cove
   --config-settings=build-dir="$out/build" --config-settings=cmake.define.MXEP_CUDA=ON
 
 measure() {
-  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov \
+  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov -m "${MARKED-not slow}" \
     --cov --cov-append --cov-report= --durations=0 "$@"
 }
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
 measure | tee "$out/normal.log"
 "$bin/python" -m coverage report --show-missing | tee "$out/python.txt"
+for floor in core_kernels=90 torch_frontend=90 jax_frontend=90; do
+  "$bin/python" -m coverage report --include "${floor%=*}/*" --fail-under "${floor#*=}" --format total
+done
 "$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines "$out/build" | tee "$out/cpp.txt"

@@ -76,6 +76,7 @@ def rows(measured: Path) -> list[dict[str, Any]]:
     return [json.loads(text) for text in (measured / "lines0").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_every_candidate_is_a_line_of_the_first_rank(rows: list[dict[str, Any]], measured: Path) -> None:
     assert (measured / "lines1").read_text() == ""
     found = {(row["op"], row["case"]["how"], row["case"]["routing"]) for row in rows}
@@ -85,6 +86,7 @@ def test_every_candidate_is_a_line_of_the_first_rank(rows: list[dict[str, Any]],
     assert all(row["error"]["sqnr_db"] >= 21 and row["peer"] == "bf16" for row in rows)
 
 
+@pytest.mark.slow
 def test_a_run_over_a_transport_has_its_parts(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         parts = row["stages_us"]
@@ -95,6 +97,7 @@ def test_a_run_over_a_transport_has_its_parts(rows: list[dict[str, Any]]) -> Non
             assert min(parts["wire"], parts["products"]) > 0
 
 
+@pytest.mark.slow
 def test_the_tables_have_a_row_per_candidate(
     rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,6 +260,7 @@ def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
         timeline.read(path)
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_has_its_stages(measured: Path) -> None:
     events = timeline.read(measured / "trace.json")
     found = {(event.direction, event.stage) for event in events}

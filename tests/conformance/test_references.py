@@ -24,7 +24,7 @@ from onnx import TensorProto as T
 from onnx import helper
 from onnx.reference import ReferenceEvaluator
 
-BLOCKS = 1_000_000
+BLOCKS = [200_000, pytest.param(1_000_000, marks=pytest.mark.slow)]
 CHUNK = 50_000
 
 
@@ -73,11 +73,12 @@ def onnx_quantizer(divisor: float, round_mode: str) -> ReferenceEvaluator:
 @pytest.mark.parametrize(
     ("rounding", "divisor", "round_mode"), [(Rounding.RCEIL, 448.0, "up"), (Rounding.FLOOR, 256.0, "down")]
 )
-def test_onnx_agrees_on_a_million_blocks(rounding: Rounding, divisor: float, round_mode: str) -> None:
+@pytest.mark.parametrize("blocks", BLOCKS)
+def test_onnx_agrees_on_a_million_blocks(rounding: Rounding, divisor: float, round_mode: str, blocks: int) -> None:
     rng = np.random.default_rng(7)
     reference = onnx_quantizer(divisor, round_mode)
     seen = {"nan": 0, "tiny": 0, "byte 0": 0}
-    for _ in range(BLOCKS // CHUNK):
+    for _ in range(blocks // CHUNK):
         x = random_blocks(rng, CHUNK)
         with np.errstate(all="ignore"):
             ref_sf, ref_q = (np.asarray(a).view(np.uint8) for a in reference.run(None, {"x": x}))

@@ -24,7 +24,9 @@ BLOCKS = [*blocks("concepts/pipeline.md"), *("\n".join(ROUTING[i::2]) for i in r
 def test_a_block_runs(number: int) -> None:
     assert len(ROUTING) == 4
     assert len(BLOCKS) == 6
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    # Of a flag that is set twice the last value holds.
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     ran = subprocess.run(
         [sys.executable, "-c", BLOCKS[number]], capture_output=True, text=True, check=False, timeout=300, env=env
     )

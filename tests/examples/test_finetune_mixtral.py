@@ -83,6 +83,7 @@ def saved(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_two_ranks_print_the_table() -> None:
     """Stages 1 to 3 with experts on two ranks have the losses of stage 0, which has all experts on each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

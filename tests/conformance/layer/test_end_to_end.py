@@ -53,10 +53,12 @@ def products(
 
 
 # JAX compiles every shape. Cases that share one are run with every recipe and operand. A case with a shape of its own
-# is run with floats in every recipe, and with MXFP8 rows in "mxfp8", which reads their bytes, and in "bf16".
+# is run with floats in every recipe, and with MXFP8 rows in "mxfp8", which reads their bytes, and in "bf16". Recipes
+# other than these two and the default one are slow.
 SHAPES = Counter(case.lhs.shape for case in GEMMS.values())
+OFTEN = ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
 PRODUCTS = [
-    (name, run, mx)
+    pytest.param(name, run, mx, marks=[] if run in OFTEN or SHAPES[case.lhs.shape] > 1 else pytest.mark.slow)
     for name, case in GEMMS.items()
     for run in RUNS
     for mx in ("floats", "mx")

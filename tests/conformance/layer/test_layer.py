@@ -26,14 +26,31 @@ from mxep.core_kernels.reference import choice, collectives
 from ...ranks.fixture import Ranks, StartRanks
 from .. import check
 from ..backends import adapter, dense_layer
-from .layers import LAYER_RUNS, LAYERS, RANKED_RUNS, RANKS, RUNS, WIRE
+from .layers import LAYER_RUNS, LAYERS, LIKE_ANOTHER, RANKED_RUNS, RANKS, RUNS, WIRE
 
 Array = np.ndarray
+OFTEN = ("bf16", "mxfp8", "mxfp8_wgrad_with_hp")
+"""The runs whose ranks send rows in bf16 and in MXFP8; the other runs differ from one of them inside a rank."""
+
+
+def each(runs: list[tuple]) -> list[Any]:
+    """As parameters. Those are slow that compile a program of JAX for another recipe or another number of ranks."""
+
+    def often(name: str, run: str, degree: int = 0) -> bool:
+        if degree == 0:
+            return run != LIKE_ANOTHER and (name != "prob_in_swiglu" or run in OFTEN)
+        return run in OFTEN and (
+            degree == RANKS or (degree == 2 and name in ("softmax", "empty_rank", "prob_in_swiglu"))
+        )
+
+    return [run if often(*run) else pytest.param(*run, marks=pytest.mark.slow) for run in runs]
+
+
 SAME_DB = 100.0  # measured at least 133; one element that is quantized differently leaves less than 70
 
 
 @pytest.mark.needs("moe")
-@pytest.mark.parametrize(("name", "run"), LAYER_RUNS)
+@pytest.mark.parametrize(("name", "run"), each(LAYER_RUNS))
 def test_each_expert_of_a_layer(backend: str, name: str, run: str) -> None:
     case = LAYERS[name]
     y, _, grads = dense_layer(backend, name, run)
@@ -48,7 +65,7 @@ ROUTER_DB = {run: 42.5 if run == "bf16" else 15.7 for run in RUNS}
 
 
 @pytest.mark.needs("moe")
-@pytest.mark.parametrize(("name", "run"), LAYER_RUNS)
+@pytest.mark.parametrize(("name", "run"), each(LAYER_RUNS))
 def test_what_the_recipe_costs_a_layer_and_its_statistics(backend: str, name: str, run: str) -> None:
     case = LAYERS[name]
     y, stats, grads = dense_layer(backend, name, run)
@@ -104,7 +121,7 @@ expert_parallel = pytest.mark.needs("EXPERT_PARALLEL")
 
 
 @expert_parallel
-@pytest.mark.parametrize(("name", "run", "degree"), RANKED_RUNS)
+@pytest.mark.parametrize(("name", "run", "degree"), each(RANKED_RUNS))
 def test_expert_parallel_gives_the_dense_layer(ranks: Any, backend: str, name: str, run: str, degree: int) -> None:
     y, stats, grads = dense_layer(backend, name, run)
     got = ranks.layer(name, run, degree)

@@ -51,6 +51,7 @@ def running(tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {LOG_NAME, LOCK_NAME}
 
 
+@pytest.mark.slow  # test_training.py has one process that is refused
 def test_a_second_run_says_so_in_every_process_and_leaves_the_first_one_alone(running):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -192,7 +192,7 @@ def kill_in_the_middle(framework: str, ep: int, out: Path) -> None:
     assert ("eval", TINY.steps) not in losses(out), "the run finished before the kill"
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("framework", [pytest.param("torch", marks=pytest.mark.slow), "jax"])
 def test_a_killed_run_resumes_exactly(run, tmp_path, framework):
     uninterrupted, killed = run(framework, 2), tmp_path / "killed"
     kill_in_the_middle(framework, 2, killed)

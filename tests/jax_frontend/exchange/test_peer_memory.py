@@ -24,8 +24,8 @@ from .test_replicas import TOKENS, cases_of, run
     [
         ("random", 4, "mxfp8", False),
         ("twice", 2, "mxfp8", True),
-        ("one expert", 2, "bf16", False),
-        ("one rank", 4, "mxfp8", False),
+        pytest.param("one expert", 2, "bf16", False, marks=pytest.mark.slow),
+        pytest.param("one rank", 4, "mxfp8", False, marks=pytest.mark.slow),
         ("empty experts", 2, "bf16", True),
         ("no tokens", 2, "mxfp8", False),
     ],

@@ -104,8 +104,8 @@ def cases_of(routing: str, ranks: int) -> list[Case]:
     [
         ("random", 4, "mxfp8", True),
         ("twice", 2, "mxfp8", False),
-        ("one expert", 2, "bf16", False),
-        ("one rank", 2, "mxfp8", True),
+        pytest.param("one expert", 2, "bf16", False, marks=pytest.mark.slow),
+        pytest.param("one rank", 2, "mxfp8", True, marks=pytest.mark.slow),
         ("empty experts", 2, "bf16", True),
         ("no tokens", 2, "bf16", False),
     ],

@@ -77,7 +77,9 @@ def test_the_auxiliary_loss_trains_the_router() -> None:
 
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kept", [False, True], ids=["weights", "quantized weights"])
+@pytest.mark.parametrize(
+    "kept", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["weights", "quantized weights"]
+)
 def test_nothing_that_is_saved_is_empty(kept: bool, recipe: str, prob_in: str) -> None:
     """jaxlib 0.11.2 ends the process on an array without elements between the halves of a shard_map's gradient."""
     made = {n: quantize_weights(w, recipe=recipe) for n, w in PARAMS["experts"].items()} if kept else {}
@@ -114,9 +116,15 @@ def parallel(ranks: int, recipe: str, check_vma: bool = True, **changes):
 # nothing and sums the replicated router's gradient in shard_map's transpose.
 @pytest.mark.parametrize(
     ("recipe", "ranks", "check_vma", "prob_in"),
-    [("mxfp8_wgrad_with_hp", ranks, True, "combine") for ranks in (1, 2, 4)]
-    + [("mxfp8_wgrad_with_hp", 2, False, "combine"), ("mxfp8_wgrad_with_hp", 4, True, "swiglu")]
-    + [("mxfp8", 2, False, "combine"), ("bf16", 4, True, "swiglu")],
+    [
+        pytest.param("mxfp8_wgrad_with_hp", 1, True, "combine", marks=pytest.mark.slow),
+        ("mxfp8_wgrad_with_hp", 2, True, "combine"),
+        ("mxfp8_wgrad_with_hp", 4, True, "combine"),
+        pytest.param("mxfp8_wgrad_with_hp", 2, False, "combine", marks=pytest.mark.slow),
+        pytest.param("mxfp8_wgrad_with_hp", 4, True, "swiglu", marks=pytest.mark.slow),
+        ("mxfp8", 2, False, "combine"),
+        ("bf16", 4, True, "swiglu"),
+    ],
 )
 def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, check_vma: bool, prob_in: str) -> None:
     y, stats, grads = run(PARAMS, X, config(recipe, prob_in=prob_in), DY)
@@ -134,6 +142,7 @@ def test_any_number_of_devices_gives_the_answer_of_one(recipe: str, ranks: int, 
         assert sqnr_db(got, want) > 60, name
 
 
+@pytest.mark.slow  # test_derivatives.py has a shard_map without jit of one function
 def test_without_jit_the_gradient_is_the_same() -> None:
     """Eager shard_map takes no custom_vjp with symbolic zeros: the layer's are inside jits of their own."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
@@ -147,7 +156,7 @@ def test_without_jit_the_gradient_is_the_same() -> None:
         assert sqnr_db(got[name], want) > 60, name
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", "bf16"])
+@pytest.mark.parametrize("recipe", ["mxfp8_wgrad_with_hp", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_replicas_of_the_experts_add_their_gradients_in_fp32(recipe: str) -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "ep"))
     tokens = P(("dp", "ep"))
@@ -200,7 +209,11 @@ def one_device():
 
 
 # Measured: y equal, gradients 135 dB, what ten steps change 61.7 dB, as roundings to bf16 part; less a margin.
-@pytest.mark.parametrize(("shape", "check_vma"), [((1, 4), True), ((2, 2), True), ((2, 2), False)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "check_vma"),
+    [pytest.param((1, 4), True, marks=pytest.mark.slow), ((2, 2), True), ((2, 2), False)],
+    ids=str,
+)
 def test_a_mesh_trains_as_one_device(shape: tuple[int, int], check_vma: bool) -> None:
     """The stats leave shard_map as they are, and nothing is left to reduce."""
     mesh = Mesh(np.array(jax.devices("cpu")[: shape[0] * shape[1]]).reshape(shape), ("data", "ep"))

@@ -53,9 +53,12 @@ FOLD = {f"{name} fold": Recipe.parse(name, compute="fold") for name, recipe in R
 # Without weights SwiGLU alone differs, and recipes without MXFP8 call it as bf16 does.
 WEIGHTED = [(recipe, True) for recipe in RECIPES]
 WEIGHTED += [(recipe, False) for recipe in RECIPES if RECIPES[recipe].mx or recipe == "bf16"]
+slow = partial(pytest.param, marks=pytest.mark.slow)
 FUSED = [(recipe, "float", weighted) for recipe, weighted in WEIGHTED]
 FUSED += [(recipe, kind, True) for recipe in RECIPES if RECIPES[recipe].mx for kind in ("mx", "mx both ways")]
 FUSED += [(recipe, kind, True) for recipe in FOLD for kind in ("float", "mx both ways")]
+# Of each recipe one is not slow: floats with weights, and in "mxfp8" all of them.
+FUSED = [case if case[1:] == ("float", True) or case[0] == "mxfp8" else slow(*case) for case in FUSED]
 
 
 def operand(x, kind: str):

@@ -90,6 +90,7 @@ def ranks(start_ranks: StartRanks) -> Ranks:
     return start_ranks(titan_ranks, titan_ranks.RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", titan_ranks.checks(titan_ranks.RANKS))
 def test_two_ranks(ranks: Ranks, recipe: str) -> None:
     ranks.run(recipe)
