@@ -1,4 +1,4 @@
-"""Pages of the API, written while the site is built: the public names of both frontends, and the ops of the registry.
+"""The parts of docs/api that are written while the site is built: the public names of both frontends, and the ops.
 
 <frontend>/__init__.py --table of the docstring, imports--> api/<frontend>.md, api/shared.md: directives of mkdocstrings
 core_kernels/registry.py OPS --> build/docs/ops.py: one function per op --> api/ops.md
@@ -10,11 +10,11 @@ import ast
 import inspect
 import re
 import sys
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
@@ -85,18 +85,14 @@ def shared_names() -> dict[str, str]:
 
 
 def shared_page() -> str:
-    lines = [
-        "# Names that both frontends share\n",
-        "Both frontends export the same object under each of these names.\n",
-    ]
-    return "\n".join([*lines, *(directive(path, heading_level=2) for path in shared_names())])
+    return "\n".join(directive(path, heading_level=2) for path in shared_names())
 
 
 def frontend_page(frontend: str) -> str:
     """All names that a user may import, in the groups of the docstring."""
     tree = ast.parse((ROOT / frontend / "__init__.py").read_text())
     modules = modules_of(tree, frontend)
-    lines = [f"# mxep.{frontend}: the API for {FRONTENDS[frontend]}\n"]
+    lines = []
     for title, names in groups_of(ast.get_docstring(tree) or "").items():
         lines.append(f"## {title}\n")
         for name, members in names.items():
@@ -139,12 +135,7 @@ def family(op: KernelOp) -> str:
 
 def ops_page() -> str:
     """One section per family, in the order of the registry."""
-    lines = [
-        "# Ops: one function per kernel\n",
-        "Both frontends have these functions in `ops`: `mxep.torch_frontend.ops` takes and returns `torch.Tensor`,",
-        "`mxep.jax_frontend.ops` takes and returns `jax.Array`. For equal inputs the results are equal, bit for bit.",
-        "[Status](../results/status.md) lists the kernel of each op on each GPU.\n",
-    ]
+    lines = []
     for title, ops in groupby(OPS.values(), key=family):
         lines += [f"## {title}\n", *(directive(f"ops.{op.name}") for op in ops)]
     return "\n".join(lines)
@@ -154,10 +145,19 @@ def on_startup(command: str, dirty: bool) -> None:
     STUBS.parent.mkdir(parents=True, exist_ok=True)  # mkdocstrings drops a path that does not exist
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_pre_build(config: Any) -> None:
     STUBS.write_text("\n\n".join(["from enum import IntEnum", *(stub(op) for op in OPS.values())]))
-    for frontend in FRONTENDS:
-        files.append(File.generated(config, f"api/{frontend}.md", content=frontend_page(frontend)))
-    files.append(File.generated(config, "api/shared.md", content=shared_page()))
-    files.append(File.generated(config, "api/ops.md", content=ops_page()))
-    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    if (write := PARTS.get(page.file.src_uri)) is None:
+        return markdown
+    return f"{markdown}\n{write()}"
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    **{f"api/{frontend}.md": partial(frontend_page, frontend) for frontend in FRONTENDS},
+    "api/shared.md": shared_page,
+    "api/ops.md": ops_page,
+}
+"""Page -> what is added to it."""
