@@ -16,6 +16,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mkdocs.exceptions import PluginError
+
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
@@ -23,6 +25,7 @@ from core_kernels.launch import KernelOp  # noqa: E402
 from core_kernels.registry import OPS, docstring, signature  # noqa: E402
 
 STUBS = ROOT / "build" / "docs" / "ops.py"
+NOTE = "`make docs` writes the docstrings here."
 FRONTENDS = {"torch_frontend": "PyTorch", "jax_frontend": "JAX"}
 
 
@@ -110,7 +113,10 @@ def frontend_page(frontend: str) -> str:
                 f"[`{name}`][mxep.{module}.{name}] is in `mxep.{module}`, for both frontends.\n" for name in names
             ]
         else:
-            lines += [f"### mxep.{module}\n", *(directive(f"mxep.{module}.{name}", heading_level=4) for name in names)]
+            lines += [
+                f"### {module.removeprefix(f'{frontend}.')}\n",
+                *(directive(f"mxep.{module}.{name}", heading_level=4) for name in names),
+            ]
     return "\n".join(lines)
 
 
@@ -152,7 +158,9 @@ def on_pre_build(config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if (write := PARTS.get(page.file.src_uri)) is None:
         return markdown
-    return f"{markdown}\n{write()}"
+    if NOTE not in markdown:
+        raise PluginError(f"{page.file.src_uri} lacks the sentence {NOTE}")
+    return markdown.replace(NOTE, write())
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -5,8 +5,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from mkdocs.exceptions import PluginError
-
 LOADED = {"script": "src", "link": "href", "img": "src", "iframe": "src", "source": "src", "object": "data"}
 EXTERNAL = re.compile(r"^(?:https?:)?//", re.IGNORECASE)
 STYLE = re.compile(r"(?:url\(\s*|@import\s+)[\"']?((?:https?:)?//[^\"')\s]+)", re.IGNORECASE)
@@ -35,4 +33,4 @@ def external(site: Path) -> list[str]:
 
 def on_post_build(config: Any) -> None:
     if found := external(Path(config.site_dir)):
-        raise PluginError("the site loads files from other hosts:\n" + "\n".join(found))
+        raise ValueError("the site loads files from other hosts:\n" + "\n".join(found))
