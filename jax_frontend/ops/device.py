@@ -116,6 +116,8 @@ def choose(op: KernelOp, platform: str, forced: Implementation | None, no_cuda: 
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
     """
     found = describe(platform)
+    if forced is None:
+        cpp_bindings.warn_without_cuda(found.capability)
     return dispatch.choose(op, found, forced, no_cuda or _no_cuda(op, found), _no_triton(found))
 
 

@@ -68,6 +68,8 @@ def choose(op: KernelOp, device: torch.device, forced: Implementation | None, no
     Raises NotImplementedError where the device or the forced implementation cannot run the op.
     """
     found = describe(device)
+    if forced is None:
+        cpp_bindings.warn_without_cuda(found.capability)
     no_triton = _no_triton(op, found) if forced == "triton" else ""  # without need, triton is not imported
     return dispatch.choose(op, found, forced, no_cuda or _no_cuda(op, found), no_triton)
 
