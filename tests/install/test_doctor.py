@@ -98,12 +98,12 @@ def test_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_what_is_wrong_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     facts = {"devices": {"cuda:0 Old, sm_75": {"route": ["", {"triton": "allowed: sm_89, sm_90"}]}}, "note": ""}
     status, text = report(
-        monkeypatch, capsys, versions=ALL | {"torch": "2.14.0", "jax": "0.9.1", "torchtitan": "0.3.1"},
+        monkeypatch, capsys, versions=ALL | {"torch": "2.10.0", "jax": "0.9.1", "torchtitan": "0.3.1"},
         answers={"torch": facts, "jax": "Traceback\nImportError: no libdevice"},
     )  # fmt: skip
     assert status == 1
     assert text.split("Wrong:\n")[1].splitlines() == [
-        "- torch 2.14.0: mxep asks for <2.14,>=2.11; `pip install 'torch<2.14,>=2.11'`",
+        "- torch 2.10.0: mxep asks for >=2.11; `pip install 'torch>=2.11'`",
         "- jax 0.9.1: mxep asks for >=0.10.2; `pip install 'jax>=0.10.2'`",
         "- torchtitan 0.3.1: mxep asks for ==0.3.0; `pip install 'torchtitan==0.3.0'`",
         "- PyTorch on cuda:0 Old, sm_75: 1 of 1 ops do not run, route among them",
