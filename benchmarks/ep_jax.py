@@ -85,8 +85,8 @@ class _Inputs:
         self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(of_ranks))
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
-        room, transport = HOWS[how]
-        capacity = None if room is None else math.ceil(room * self.shape.tokens * self.shape.top_k / self.ranks)
+        factor, transport = HOWS[how]
+        capacity = None if factor is None else math.ceil(factor * self.shape.tokens * self.shape.top_k / self.ranks)
         _, d, f, e, k = self.shape
         return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, capacity=capacity, transport=transport)
 

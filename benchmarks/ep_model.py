@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.exchange import MOST_CHUNKS, expert_chunks
-from mxep.core_kernels.policy.recipe import LegName, Recipe
+from mxep.core_kernels.policy.recipe import Recipe, TransferName
 
 Send = Literal["each", "summed", "host"]
 """Rows that are sent: one per replica; one per rank, both ways, as `dispatch(deduplicate="both")`; or one per host."""
@@ -163,17 +163,22 @@ def token_bytes(
     [130.4, 106.3, 59.7]
     """
     copies, sent = distinct(ranks, experts, top_k), (ranks - 1) / ranks
-    each: set[LegName] = set(get_args(LegName))
+    each: set[TransferName] = set(get_args(TransferName))
     if deduplicate is not None:
         each -= {"dispatch"} if weighted else {"dispatch", "combine_grad"}
     once = deduplicate == "both"
-    rows = {leg: top_k if leg in each and not once else copies for leg in get_args(LegName)}
-    of_leg = {leg: n * sent * dim * (MX if recipe.sends_mx(leg) else BF16) for leg, n in rows.items()}
+    rows = {transfer: top_k if transfer in each and not once else copies for transfer in get_args(TransferName)}
+    of_transfer = {
+        transfer: n * sent * dim * (MX if recipe.sends_mx(transfer) else BF16) for transfer, n in rows.items()
+    }
     slots = 0 if deduplicate is None else 4 * top_k * sent
-    return TokenBytes(of_leg["dispatch"] + slots + of_leg["combine"], of_leg["combine_grad"] + of_leg["dispatch_grad"])
+    return TokenBytes(
+        of_transfer["dispatch"] + slots + of_transfer["combine"],
+        of_transfer["combine_grad"] + of_transfer["dispatch_grad"],
+    )
 
 
-def leg_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
+def transfer_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
     """Of all rows of an all-to-all; the links within a host and the network transfer them in parallel."""
     inside, remote, received = rows_sent(case, rates.gpus)
     block = received * row_nbytes / (case.ranks * case.experts)
@@ -216,7 +221,7 @@ def _operand(values: float, mx: bool, rates: Rates) -> float:
 
 
 def _direction(
-    case: Case, rates: Rates, there: tuple[LegName, int, float], back: tuple[LegName, int], before: float,
+    case: Case, rates: Rates, there: tuple[TransferName, int, float], back: tuple[TransferName, int], before: float,
     arrived: float, work: float, filler: float,
 ) -> Direction:  # fmt: skip
     """Add the passes that the all-to-alls need, and divide the work into chunks of experts."""
@@ -233,8 +238,8 @@ def _direction(
     if mx_back:
         work += arrived * back_width * (BF16 + MX) / passes["quantize_row"]
         after += arrived * back_width * (BF16 + MX) / passes["dequantize"]
-    legs = ((width, sent), (back_width, returned))
-    out, home = (leg_seconds(case, rates, rates.copies, w * nbytes) for w, nbytes in legs)
+    transfers = ((width, sent), (back_width, returned))
+    out, home = (transfer_seconds(case, rates, rates.copies, w * nbytes) for w, nbytes in transfers)
     return Direction(
         before,
         tuple(out * share for share in case.chunks),
@@ -244,8 +249,8 @@ def _direction(
         after,
         rows * width * 2 * sent / passes["permute_mx"],
         rows * back_width * 2 * BF16 / passes["unpermute"],
-        sum(arrived / case.ranks * w * 2 * nbytes for w, nbytes in legs) / passes["unpermute"],
-        sum(leg_seconds(case, rates, rates.collectives, w * nbytes) for w, nbytes in legs),
+        sum(arrived / case.ranks * w * 2 * nbytes for w, nbytes in transfers) / passes["unpermute"],
+        sum(transfer_seconds(case, rates, rates.collectives, w * nbytes) for w, nbytes in transfers),
         2 * (rates.launch + (case.ranks - 1) * rates.copy),
     )
 
@@ -277,7 +282,7 @@ def overlapped(d: Direction, unhidden: float = 0.0) -> float:
 def plain(case: Case, rates: Rates) -> tuple[float, float]:
     """Forward and backward of the same pipeline in bf16: all-to-all, index_select, torch's product, one by one."""
     k, n, rows, flops = case.dim, case.hidden, case.rows, 2 * case.rows * case.dim * case.hidden
-    wire = sum(leg_seconds(case, rates, rates.collectives, w * BF16) for w in (k, n))
+    wire = sum(transfer_seconds(case, rates, rates.collectives, w * BF16) for w in (k, n))
     select = rows * (k + n) * 2 * BF16 / rates.passes["unpermute"]
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
         select += (rows * k * 2 + (rows + case.tokens) * n) * BF16 / rates.passes["unpermute"]

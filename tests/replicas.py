@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from mxep.core_kernels.combine.oracle import combine_bwd
 from mxep.core_kernels.oracle_math import Array, round_to
-from mxep.core_kernels.policy.recipe import RECIPES, LegName, Recipe
+from mxep.core_kernels.policy.recipe import RECIPES, Recipe, TransferName
 from mxep.core_kernels.reference.replicas import UNWEIGHTED, as_sent, sum_by_rank
 
 D, TOP_K, LOCAL = 64, 4, 3
-LEGS: tuple[LegName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+TRANSFERS: tuple[TransferName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RUNS = {
     "bf16": RECIPES["bf16"],
     "mxfp8": RECIPES["mxfp8"],
-    "four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=TRANSFERS),
     "four bf16 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=()),
 }
 ROUTINGS = ("one expert", "empty ranks", "no tokens", "one rank", "empty experts", "twice", "random")
@@ -72,8 +72,8 @@ def expected(c: Case, recipe: Recipe, weighted: bool) -> Result:
     def multiply(rows: Array) -> Array:
         return round_to(rows.astype(np.float32) * factor, "bfloat16")
 
-    def total(rows: Array, probs: Array, leg: LegName) -> Array:
-        return sum_by_rank(rows, slots, probs, rank_of, "bfloat16", recipe.sends_mx(leg), recipe.rounding)
+    def total(rows: Array, probs: Array, transfer: TransferName) -> Array:
+        return sum_by_rank(rows, slots, probs, rank_of, "bfloat16", recipe.sends_mx(transfer), recipe.rounding)
 
     rows = multiply(as_sent(c.x, recipe.sends_mx("dispatch"), recipe.rounding)[token])
     mx_grad = recipe.sends_mx("combine_grad")

@@ -10,7 +10,7 @@ from functools import cache
 from statistics import median
 from typing import Any, NamedTuple
 
-from mxep.core_kernels.policy.recipe import LegName, Recipe
+from mxep.core_kernels.policy.recipe import Recipe, TransferName
 
 from ..ep_model import BF16, MX, Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
 from .results import RESULTS, newest
@@ -83,13 +83,13 @@ def wire_of_chunks(recorded: Iterable[Mapping[str, Any]], ranks: int) -> Wire | 
             and c["dim"] * c["hidden"] > GPU_BOUND
         ):
             case = Case(c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], Recipe.parse(c["recipe"]))
-            legs: tuple[tuple[LegName, int], ...] = (
+            transfers: tuple[tuple[TransferName, int], ...] = (
                 ("dispatch", case.dim),
                 ("combine", case.hidden),
                 ("combine_grad", case.hidden),
                 ("dispatch_grad", case.dim),
             )
-            width = sum(values * (MX if case.recipe.sends_mx(leg) else BF16) for leg, values in legs)
+            width = sum(values * (MX if case.recipe.sends_mx(transfer) else BF16) for transfer, values in transfers)
             found.append(case.rows * (1 - 1 / case.ranks) * width / stages["wire"] * 1e6)
     return Wire(((1.0, 1 / median(found)),)) if found else None
 

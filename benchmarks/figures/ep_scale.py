@@ -29,16 +29,16 @@ from .results import RESULTS, newest
 PICTURE = RESULTS / "h200_ep_scale.svg"
 COUNT = 0.08e-6
 """Seconds of the host per entry of the table of counts: `plan_exchange` of 64 ranks and 256 experts takes 1.3 ms."""
-LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+TRANSFERS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RECIPES = {
     "`mxfp8`": Recipe.parse("mxfp8"),
-    "`mxfp8`, four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "`mxfp8`, four MXFP8 all-to-alls": Recipe.parse("mxfp8", mxfp8_all_to_all=TRANSFERS),
     "`mxfp8_wgrad_with_hp`": Recipe.parse("mxfp8_wgrad_with_hp"),
 }
 WIRES = {
     "bf16": Recipe.parse("bf16"),
     "MXFP8 to the experts, bf16 back": Recipe.parse("mxfp8"),
-    "MXFP8": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "MXFP8": Recipe.parse("mxfp8", mxfp8_all_to_all=TRANSFERS),
 }
 SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
 ROWS, TOP_K, EXPERTS = 131072, 8, 256

@@ -19,25 +19,25 @@ ROW_BITS: tl.constexpr = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _address(table, place, AT, nbytes):
-    """The address of a row of `nbytes` bytes in the memory of its rank. Without a place it is some row's: mask it."""
-    real = tl.maximum(place, 0)
+def _address(table, position, AT, nbytes):
+    """The address of a row of `nbytes` bytes in the memory of its rank; without a position, of some row: mask it."""
+    real = tl.maximum(position, 0)
     return tl.load(table + (real >> 32)) + AT + (real & ROW_BITS) * nbytes
 
 
 @triton.jit
-def _row_at(table, place, AT, nbytes, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _row_at(table, position, AT, nbytes, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """A pointer to that row, at a multiple of ALIGNED bytes, which a cast of an address does not tell the compiler."""
-    return tl.multiple_of(_address(table, place, AT, nbytes).to(tl.pointer_type(dtype)), ALIGNED)
+    return tl.multiple_of(_address(table, position, AT, nbytes).to(tl.pointer_type(dtype)), ALIGNED)
 
 
 @triton.jit
-def _place(inverse, places, t, k, K: tl.constexpr, REPLICAS: tl.constexpr):
-    """The place of replica k of token t, or of row t."""
+def _position(inverse, positions, t, k, K: tl.constexpr, REPLICAS: tl.constexpr):
+    """The position of replica k of token t, or of row t."""
     row = t
     if REPLICAS:
         row = tl.load(inverse + t * K + k).to(tl.int64)
-    return tl.load(places + row)
+    return tl.load(positions + row)
 
 
 @triton.jit(do_not_specialize=["rank", "COUNTS_AT"])
@@ -51,7 +51,7 @@ def share_counts_kernel(counts, table, rank, COUNTS_AT, E: tl.constexpr, BLOCK_E
 
 @triton.jit(do_not_specialize=["rank", "ROWS", "CAPACITY"])
 def lay_out_kernel(
-    counts, rank, ROWS, CAPACITY, places, group_ends, filled_ends, totals, overflow,
+    counts, rank, ROWS, CAPACITY, positions, group_ends, filled_ends, totals, overflow,
     E: tl.constexpr, L: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -88,53 +88,53 @@ def lay_out_kernel(
         j = m + tl.arange(0, BLOCK_M)
         row = target + j
         fits = (row >= 0) & (row < CAPACITY)
-        place = tl.where(fits, high | row.to(tl.int64), -1)
-        tl.store(places + source + j, place, mask=(j < count) & (source + j < ROWS))
-    # Rows beyond the counts have no place.
+        position = tl.where(fits, high | row.to(tl.int64), -1)
+        tl.store(positions + source + j, position, mask=(j < count) & (source + j < ROWS))
+    # Rows beyond the counts have no position.
     rest = tl.where(expert == E - 1, ROWS, 0)
     for m in range(source + count, rest, BLOCK_M):
         j = m + tl.arange(0, BLOCK_M)
-        tl.store(places + j, tl.full((BLOCK_M,), -1, tl.int64), mask=j < rest)
+        tl.store(positions + j, tl.full((BLOCK_M,), -1, tl.int64), mask=j < rest)
 
 
 @triton.jit
 def _write(
-    x, t, inverse, places, table, AT,
+    x, t, inverse, positions, table, AT,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Row t of x, WIDTH words of SIZE bytes, to the K places of token t."""
+    """Row t of x, WIDTH words of SIZE bytes, to the K positions of token t."""
     for w0 in range(0, WIDTH, BLOCK):
         w = w0 + tl.arange(0, BLOCK)
         words = tl.load(x + t * WIDTH + w, mask=w < WIDTH, other=0)
         for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-            place = _place(inverse, places, t, k, K, REPLICAS)
-            row = _row_at(table, place, AT, WIDTH * SIZE, x.dtype.element_ty, ALIGNED)
-            tl.store(row + w, words, mask=(w < WIDTH) & (place >= 0))
+            position = _position(inverse, positions, t, k, K, REPLICAS)
+            row = _row_at(table, position, AT, WIDTH * SIZE, x.dtype.element_ty, ALIGNED)
+            tl.store(row + w, words, mask=(w < WIDTH) & (position >= 0))
 
 
 @triton.jit
-def _write_weights(weights, t, inverse, places, table, AT, K: tl.constexpr, REPLICAS: tl.constexpr):
+def _write_weights(weights, t, inverse, positions, table, AT, K: tl.constexpr, REPLICAS: tl.constexpr):
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-        place = _place(inverse, places, t, k, K, REPLICAS)
-        row = _row_at(table, place, AT, 4, tl.float32, 4)
-        tl.store(row, tl.load(weights + t * K + k), mask=place >= 0)
+        position = _position(inverse, positions, t, k, K, REPLICAS)
+        row = _row_at(table, position, AT, 4, tl.float32, 4)
+        tl.store(row, tl.load(weights + t * K + k), mask=position >= 0)
 
 
 @triton.jit(do_not_specialize=["TOKENS", "VALUES_AT", "SCALES_AT", "WEIGHTS_AT"])
 def push_kernel(
-    values, scales, weights, inverse, places, table, TOKENS, VALUES_AT, SCALES_AT, WEIGHTS_AT,
+    values, scales, weights, inverse, positions, table, TOKENS, VALUES_AT, SCALES_AT, WEIGHTS_AT,
     VALUES: tl.constexpr, SCALES: tl.constexpr, SCALE_SIZE: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr,
     WEIGHTED: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes tokens p, p + programs, ...; a token is read once and written to each of its K places. values,
+    """Program p takes tokens p, p + programs, ...; a token is read once and written to each of its K positions. values,
     scales: rows of VALUES words of 8 bytes and of SCALES words of SCALE_SIZE; weights: (T, K) fp32."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
-        _write(values, t, inverse, places, table, VALUES_AT, VALUES, 8, 16, K, REPLICAS, BLOCK_V)
-        _write(scales, t, inverse, places, table, SCALES_AT, SCALES, SCALE_SIZE, SCALE_SIZE, K, REPLICAS, BLOCK_S)
+        _write(values, t, inverse, positions, table, VALUES_AT, VALUES, 8, 16, K, REPLICAS, BLOCK_V)
+        _write(scales, t, inverse, positions, table, SCALES_AT, SCALES, SCALE_SIZE, SCALE_SIZE, K, REPLICAS, BLOCK_S)
         if WEIGHTED:
-            _write_weights(weights, t, inverse, places, table, WEIGHTS_AT, K, REPLICAS)
+            _write_weights(weights, t, inverse, positions, table, WEIGHTS_AT, K, REPLICAS)
 
 
 @triton.jit
@@ -169,37 +169,37 @@ def clear_kernel(
 
 @triton.jit
 def _row(
-    table, place, d0, ROWS_AT, SCALES_AT,
+    table, position, d0, ROWS_AT, SCALES_AT,
     D: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_D values of the row at a place, from d0 on, in fp32; zeros without a place."""
+    """BLOCK_D values of the row at a position, from d0 on, in fp32; zeros without a position."""
     d = d0 + tl.arange(0, BLOCK_D)
-    inside = (d < D) & (place >= 0)
+    inside = (d < D) & (position >= 0)
     if MX:
         S: tl.constexpr = BLOCK_D // BLOCK_MX
-        q = _row_at(table, place, ROWS_AT, D, tl.uint8, 16)
-        sf = _row_at(table, place, SCALES_AT, D // BLOCK_MX, tl.uint8, 1)
+        q = _row_at(table, position, ROWS_AT, D, tl.uint8, 16)
+        sf = _row_at(table, position, SCALES_AT, D // BLOCK_MX, tl.uint8, 1)
         block = d0 // BLOCK_MX + tl.arange(0, S)
         codes = tl.load(q + d, mask=inside, other=0)
-        scales = tl.load(sf + block, mask=(block < D // BLOCK_MX) & (place >= 0), other=0)
+        scales = tl.load(sf + block, mask=(block < D // BLOCK_MX) & (position >= 0), other=0)
         x = tl.reshape(dequantize_blocks(tl.reshape(codes, (S, BLOCK_MX)), scales, HW_CAST), (S * BLOCK_MX,))
         return x if WIDE else to_f32(f32_to_bf16(x, HW_CAST))
     elif WIDE:
-        row = _row_at(table, place, ROWS_AT, D * 4, tl.float32, 16)
+        row = _row_at(table, position, ROWS_AT, D * 4, tl.float32, 16)
         return tl.load(row + d, mask=inside, other=0.0)
     else:
-        row = _row_at(table, place, ROWS_AT, D * 2, tl.bfloat16, 16)
+        row = _row_at(table, position, ROWS_AT, D * 2, tl.bfloat16, 16)
         return to_f32(tl.load(row + d, mask=inside, other=0.0))
 
 
 @triton.jit(do_not_specialize=["TOKENS", "ROWS_AT", "SCALES_AT"])
 def pull_kernel(
-    inverse, places, table, TOKENS, ROWS_AT, SCALES_AT, y,
+    inverse, positions, table, TOKENS, ROWS_AT, SCALES_AT, y,
     D: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Program p takes tokens p, p + programs, ... y[t]: the sum of the token's replicas in fp32 from +0 with ascending
-    k, rounded once, as `combine` computes it; of rows without replicas the row. NaN if a row has no place."""
+    k, rounded once, as `combine` computes it; of rows without replicas the row. NaN if a row has no position."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         for d0 in range(0, D, BLOCK_D):
@@ -207,9 +207,9 @@ def pull_kernel(
             acc = tl.zeros((BLOCK_D,), tl.float32)
             least = tl.full((), 0, tl.int64)
             for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-                place = _place(inverse, places, t, k, K, REPLICAS)
-                least = tl.minimum(least, place)
-                x = _row(table, place, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)
+                position = _position(inverse, positions, t, k, K, REPLICAS)
+                least = tl.minimum(least, position)
+                x = _row(table, position, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)
                 # 0 + -0 is +0: a row that is no sum is copied.
                 acc = acc + x if REPLICAS else x
             acc = tl.where(least < 0, float("nan"), acc)
@@ -224,13 +224,13 @@ def pull_kernel(
 
 
 @triton.jit(do_not_specialize=["SLOTS", "WEIGHTS_AT"])
-def pull_weights_kernel(inverse, places, table, SLOTS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr):
-    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a place."""
+def pull_weights_kernel(inverse, positions, table, SLOTS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr):
+    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a position."""
     s = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.load(inverse + s, mask=s < SLOTS, other=0).to(tl.int64)
-    place = tl.load(places + row, mask=s < SLOTS, other=-1)
-    at = _address(table, place, WEIGHTS_AT, 4).to(out.dtype)
-    value = tl.load(at, mask=place >= 0, other=float("nan"))
+    position = tl.load(positions + row, mask=s < SLOTS, other=-1)
+    at = _address(table, position, WEIGHTS_AT, 4).to(out.dtype)
+    value = tl.load(at, mask=position >= 0, other=float("nan"))
     tl.store(out + s, value, mask=s < SLOTS)
 
 

@@ -1,6 +1,6 @@
 """The definition of the exchange through memory of peers, in numpy. Bytes are exact.
 
-Memory of rank r: `values[r]` (capacity, K). A place is rank << 32 | row, or -1.
+Memory of rank r: `values[r]` (capacity, K). A position is rank << 32 | row, or -1.
 """
 
 import numpy as np
@@ -13,43 +13,43 @@ from ..oracle_math import Array
 def lay_out(
     counts: Array, rank: int, rows: int, capacity: int, alignment: int = BLOCK
 ) -> tuple[Array, Array, Array, Array, Array]:
-    """counts (ranks, E) -> places (rows,) of the rows of `rank`, group_ends and filled_ends (E / ranks,) of its groups,
-    totals (E,), and needed (ranks,), the rows of the groups of each rank.
+    """counts (ranks, E) -> positions (rows,) of the rows of `rank`, group_ends and filled_ends (E / ranks,) of its
+    groups, totals (E,), and needed (ranks,), the rows of the groups of each rank.
 
     >>> lay_out(np.int32([[1, 2], [3, 0]]), rank=1, rows=3, capacity=32)[0]
     array([1, 2, 3])
     """
     ranks, experts = counts.shape
     local = experts // ranks
-    places, ends, filled, needed = [], np.zeros(experts, np.int32), np.zeros(experts, np.int32), np.zeros(ranks, int)
+    positions, ends, filled, needed = [], np.zeros(experts, np.int32), np.zeros(experts, np.int32), np.zeros(ranks, int)
     for e in range(experts):
         owner, row = e // local, needed[e // local]
         before = int(counts[:rank, e].sum())
         rows_there = range(row + before, row + before + int(counts[rank, e]))
-        places += [owner << 32 | r if r < capacity else -1 for r in rows_there]
+        positions += [owner << 32 | r if r < capacity else -1 for r in rows_there]
         total = int(counts[:, e].sum())
         needed[owner] = row + max(-(-total // alignment), 1) * alignment
         ends[e], filled[e] = min(needed[owner], capacity), min(row + total, capacity)
     mine = slice(rank * local, (rank + 1) * local)
-    return np.array(places[:rows], np.int64), ends[mine], filled[mine], counts.sum(0, dtype=np.int32), needed
+    return np.array(positions[:rows], np.int64), ends[mine], filled[mine], counts.sum(0, dtype=np.int32), needed
 
 
-def push(memory: list[Array], x: Array, slots: Array, places: Array) -> None:
-    """Write row t of x to the place of each of its slots (T, K), rows of `places`."""
+def push(memory: list[Array], x: Array, slots: Array, positions: Array) -> None:
+    """Write row t of x to the position of each of its slots (T, K), rows of `positions`."""
     for t, row in np.argwhere(slots >= 0):
-        place = places[slots[t, row]]
-        if place >= 0:
-            memory[place >> 32][place & (2**32 - 1)] = x[t]
+        position = positions[slots[t, row]]
+        if position >= 0:
+            memory[position >> 32][position & (2**32 - 1)] = x[t]
 
 
-def pull(memory: list[Array], slots: Array, places: Array, out_dtype: str) -> Array:
-    """The sum of the rows at the places of each token's slots, as `combine` of the unweighted rows; NaN if one has no
-    place."""
+def pull(memory: list[Array], slots: Array, positions: Array, out_dtype: str) -> Array:
+    """The sum of the rows at the positions of each token's slots, as `combine` of the unweighted rows; NaN if one has
+    no position."""
     width = memory[0].shape[1]
-    rows = np.zeros((len(places), width), memory[0].dtype)
-    for i, place in enumerate(places):
-        if place >= 0:
-            rows[i] = memory[place >> 32][place & (2**32 - 1)]
+    rows = np.zeros((len(positions), width), memory[0].dtype)
+    for i, position in enumerate(positions):
+        if position >= 0:
+            rows[i] = memory[position >> 32][position & (2**32 - 1)]
     y = combine(rows, slots, np.zeros(0, np.float32), out_dtype)
-    y[(places[slots] < 0).any(1)] = np.nan
+    y[(positions[slots] < 0).any(1)] = np.nan
     return y

@@ -1,13 +1,13 @@
 """Rows that kernels write into the memory of other GPUs and read out of it, with every size on the device.
 
     counts (E,) --share_counts--> table (ranks, E) on every rank
-    table --lay_out--> places (M,) int64          rank << 32 | row of each row, -1 without a place
+    table --lay_out--> positions (M,) int64       rank << 32 | row of each row, -1 without a position
                        group_ends, filled_ends    of this rank's padded groups, and the end of their rows
     rows (T, K) --push--> row of each replica in the memory of its expert's rank
     sums (T, D) <--pull-- rows in the memory of the ranks
 
 The layout is defined in ../exchange.py: one padded group per local expert, in it the rows of rank 0, 1, ... A row past
-the capacity of the memory has no place, and the sums of its token are NaN.
+the capacity of the memory has no position, and the sums of its token are NaN.
 
 These kernels are no ops of the registry: they write into memory that no argument names, at addresses of a table
 (ranks,) int64. This file has their constexprs.

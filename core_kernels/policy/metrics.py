@@ -9,7 +9,7 @@ from typing import TypedDict, get_args
 from ..formats import BLOCK
 from ..launch import fail
 from .prob_in import ProbIn, check_prob_in
-from .recipe import LegName, Recipe
+from .recipe import Recipe, TransferName
 
 
 class MoEMetrics(TypedDict):
@@ -51,7 +51,7 @@ def row_nbytes(dim: int, recipe: Recipe) -> int:
         450
     """
     bf16, quantized = 2 * dim, dim + dim // BLOCK
-    return sum(quantized if recipe.sends_mx(leg) else bf16 for leg in get_args(LegName))
+    return sum(quantized if recipe.sends_mx(transfer) else bf16 for transfer in get_args(TransferName))
 
 
 def describe(counts: Sequence[int], overflow: int, dim: int, recipe: Recipe, ranks: int, prob_in: ProbIn) -> MoEMetrics:

@@ -9,7 +9,7 @@ from ..launch import fail
 
 Operands = Literal["bf16", "mxfp8", "fp8_rowwise", "fp8_blockwise"]
 Compute = Literal["auto", "exact", "fold"]
-LegName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
+TransferName = Literal["dispatch", "dispatch_grad", "combine", "combine_grad"]
 """Rows between ranks: tokens to the experts and their gradients back, the experts' rows back and their gradients to the
 experts."""
 Scales = Literal["power_of_two", "float32"]
@@ -58,7 +58,7 @@ class Recipe:
     compute: Compute = "auto"
     alignment: int = BLOCK
     scales: Scales = "power_of_two"
-    mxfp8_all_to_all: tuple[LegName, ...] | None = None
+    mxfp8_all_to_all: tuple[TransferName, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rounding", Rounding.parse(self.rounding, "Recipe"))
@@ -71,9 +71,9 @@ class Recipe:
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
         if self.mxfp8_all_to_all is not None and not (
-            isinstance(self.mxfp8_all_to_all, tuple) and set(self.mxfp8_all_to_all) <= set(get_args(LegName))
+            isinstance(self.mxfp8_all_to_all, tuple) and set(self.mxfp8_all_to_all) <= set(get_args(TransferName))
         ):
-            allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(LegName)))}"
+            allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(TransferName)))}"
             fail(ValueError, "Recipe", "mxfp8_all_to_all", repr(self.mxfp8_all_to_all), allowed)
         blockwise = self.operands == "fp8_blockwise"
         if self.operands in ("fp8_rowwise", "fp8_blockwise") and not self.wgrad_with_hp:
@@ -92,7 +92,7 @@ class Recipe:
         """Whether the products multiply MXFP8."""
         return self.operands == "mxfp8"
 
-    def sends_mx(self, transfer: LegName) -> bool:
+    def sends_mx(self, transfer: TransferName) -> bool:
         """Whether an all-to-all sends rows in MXFP8.
 
         Args:

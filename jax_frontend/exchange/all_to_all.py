@@ -167,7 +167,7 @@ def check_expert_counts(op: str, counts: Any, axis_name: Axes | None, num_rows: 
 
 def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: int | None) -> Exchange:
     """`plan_exchange` for checked arguments."""
-    ep_degree, capacity = axis_size("plan_exchange", axis_name), room_of(capacity, num_rows)
+    ep_degree, capacity = axis_size("plan_exchange", axis_name), capacity_of(capacity, num_rows)
     counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
     rank_starts = rank_ends - counts.sum(1)
@@ -181,8 +181,8 @@ def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: 
     row = jnp.arange(num_rows, dtype=jnp.int32)
     # Not jnp.searchsorted: JAX 0.10.2 refuses it if some mesh axes are automatic.
     rank = jnp.minimum((row[:, None] >= rank_ends).sum(1, dtype=jnp.int32), ep_degree - 1)
-    place = row - rank_starts[rank]
-    slots = jnp.where(place < sent[rank], rank * capacity + place, -1)
+    position = row - rank_starts[rank]
+    slots = jnp.where(position < sent[rank], rank * capacity + position, -1)
     return Exchange(
         sources=sources.astype(jnp.int32),
         slots=slots.astype(jnp.int32),
@@ -194,18 +194,18 @@ def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: 
     )
 
 
-def room_of(capacity: int | None, num_rows: int) -> int:
+def capacity_of(capacity: int | None, num_rows: int) -> int:
     """Rows per pair of ranks. If num_rows is a symbol of jax.export, the capacity: an op takes a number."""
     return num_rows if capacity is None or (isinstance(num_rows, int) and num_rows < capacity) else capacity
 
 
 def lost_of(
-    rows: Any, counts: jax.Array, places: jax.Array, capacity: int | None, on_overflow: OnOverflow
+    rows: Any, counts: jax.Array, positions: jax.Array, capacity: int | None, on_overflow: OnOverflow
 ) -> jax.Array | None:
     """`Route.lost`, from the position of each sorted row in the buffers, -1 for none."""
-    if on_overflow == "drop" or room_of(capacity, places.shape[0]) == places.shape[0]:
+    if on_overflow == "drop" or capacity_of(capacity, positions.shape[0]) == positions.shape[0]:
         return None
-    lost = lost_rows(places, counts)
+    lost = lost_rows(positions, counts)
     return lost[rows.inverse].reshape(-1, rows.top_k) if isinstance(rows, TokenReplicas) else lost
 
 
@@ -237,7 +237,7 @@ def send_back(rows: jax.Array, exchange: Exchange) -> jax.Array:
 # --- differentiable ----------------------------------------------------------------------------------
 
 
-class _Legs(NamedTuple):
+class _Transfers(NamedTuple):
     """back: from received rows to local rows. fwd, bwd: the rounding of the quantized rows that the transfer of a pass
     sends, None for rows as they are. floats: received rows are dequantized."""
 
@@ -253,27 +253,27 @@ def _moved(x: jax.Array, plan: Exchange, back: bool, rounding: Rounding | None) 
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _exchange(x: Any, plan: Exchange, legs: _Legs) -> Any:
+def _exchange(x: Any, plan: Exchange, transfers: _Transfers) -> Any:
     x = x.value if isinstance(x, MXGradArray) else x
-    rows = _moved(x, plan, legs.back, legs.fwd)
-    if legs.fwd is None:
+    rows = _moved(x, plan, transfers.back, transfers.fwd)
+    if transfers.fwd is None:
         return rows
     mx = MXArray.from_packed(rows, x.dtype)
-    return ops.dequantize(mx.q, mx.sf, out_dtype=x.dtype) if legs.floats else mx
+    return ops.dequantize(mx.q, mx.sf, out_dtype=x.dtype) if transfers.floats else mx
 
 
-def _exchange_bwd(legs, plan, grad):
+def _exchange_bwd(transfers, plan, grad):
     grad = grad.carrier if isinstance(grad, MXArray) else grad
-    rows = _moved(grad, plan, not legs.back, legs.bwd)
-    if legs.bwd is None:
+    rows = _moved(grad, plan, not transfers.back, transfers.bwd)
+    if transfers.bwd is None:
         return rows, None
     mx = MXArray.from_packed(rows)
-    if legs.floats:
+    if transfers.floats:
         return ops.dequantize(mx.q, mx.sf, out_dtype=grad.dtype), None
     return MXGradArray.cotangent(None, (mx.q, mx.sf)), None
 
 
-_exchange.defvjp(lambda x, plan, legs: (_exchange(x, plan, legs), plan), _exchange_bwd)
+_exchange.defvjp(lambda x, plan, transfers: (_exchange(x, plan, transfers), plan), _exchange_bwd)
 
 
 def exchange_rows(
@@ -294,7 +294,7 @@ def exchange_rows(
     have checked the arguments.
     """
     x = x.once(op) if isinstance(x, MXGradArray) else x
-    return _exchange(*arguments(op, x, plan), _Legs(back, fwd, bwd, floats))
+    return _exchange(*arguments(op, x, plan), _Transfers(back, fwd, bwd, floats))
 
 
 # --- the exchange of a layer -------------------------------------------------------------------------

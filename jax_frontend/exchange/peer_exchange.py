@@ -22,7 +22,7 @@ from ..ops import RowMap
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE, gather, ungather
 from ..routing.overflow import OnOverflow, nan_gradients
-from .all_to_all import TokenReplicas, lost_of, parts_of, room_of
+from .all_to_all import TokenReplicas, capacity_of, lost_of, parts_of
 from .local import SlotMaps, read_groups, sum_groups
 from .peer_memory import Peers, all_ranks
 from .route import Route
@@ -66,8 +66,8 @@ def map_peers(
     Raises ValueError if all ranks together have 2^31 padded rows."""
     op = "dispatch"
     ranks, rank, experts = axis_size(op, axis_name), lax.axis_index(axis_name), counts.shape[0]
-    local, room = experts // ranks, ranks * room_of(capacity, num_rows)
-    padded = padded_rows(room, local, alignment)
+    local, rank_capacity = experts // ranks, ranks * capacity_of(capacity, num_rows)
+    padded = padded_rows(rank_capacity, local, alignment)
     if ranks * max(padded, num_rows) >= 2**31:
         got = f"{ranks} ranks with {padded} padded rows"
         fail(ValueError, op, "capacity", got, "allowed: fewer than 2^31 padded rows on all ranks")
@@ -78,7 +78,7 @@ def map_peers(
 
     # Of rank `owner` and its expert `local`: the rows that each source has for it, and those that fit.
     sent = table.T.reshape(ranks, local * ranks)
-    fitting = jnp.diff(jnp.minimum(jnp.cumsum(sent, 1), room), axis=1, prepend=0).reshape(ranks, local, ranks)
+    fitting = jnp.diff(jnp.minimum(jnp.cumsum(sent, 1), rank_capacity), axis=1, prepend=0).reshape(ranks, local, ranks)
     sizes = jnp.maximum(-(-fitting.sum(2) // alignment), 1) * alignment
     group_ends = jnp.cumsum(sizes, 1)
     first = (group_ends - sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting
@@ -86,19 +86,19 @@ def map_peers(
     # The positions of this rank's rows. Comparisons and sums as in `plan_exchange`.
     row = jnp.arange(num_rows, dtype=jnp.int32)
     expert = jnp.minimum((row[:, None] >= ends).sum(1, dtype=jnp.int32), experts - 1)
-    place = row - (ends - counts)[expert]
+    position = row - (ends - counts)[expert]
     own_first, own_fitting = (jnp.take(x, rank, axis=2).reshape(-1) for x in (first, fitting))
-    inverse = expert // local * padded + own_first[expert] + place
-    inverse = jnp.where(place < own_fitting[expert], inverse, -1)
+    inverse = expert // local * padded + own_first[expert] + position
+    inverse = jnp.where(position < own_fitting[expert], inverse, -1)
 
     # The sources of this rank's padded rows: the last part that starts at or before a row has it, or nobody.
-    place, starts = jnp.arange(padded, dtype=jnp.int32), jnp.take(first, rank, axis=0).reshape(-1)
-    part = (place[:, None] >= starts).sum(1, dtype=jnp.int32) - 1
-    place -= starts[part]
+    position, starts = jnp.arange(padded, dtype=jnp.int32), jnp.take(first, rank, axis=0).reshape(-1)
+    part = (position[:, None] >= starts).sum(1, dtype=jnp.int32) - 1
+    position -= starts[part]
     source = part % ranks
     before = (jnp.cumsum(table, 1) - table)[source, rank * local + part // ranks]
-    found = place < jnp.take(fitting, rank, axis=0).reshape(-1)[part]
-    row_map = jnp.where(found, source * num_rows + before + place, -1)
+    found = position < jnp.take(fitting, rank, axis=0).reshape(-1)[part]
+    row_map = jnp.where(found, source * num_rows + before + position, -1)
 
     order, slots = row_map, inverse
     if isinstance(rows, TokenReplicas):

@@ -57,12 +57,12 @@ class Copies:
 
 def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Copies:
     """The maps, from the exchange of the tokens' replicas. The ranks exchange the slots of their replicas."""
-    t, top_k, ranks, room = tokens.x.shape[0], tokens.top_k, exchange.ep_degree, exchange.capacity
-    size, width = min(t, room), min(top_k, ranks)
+    t, top_k, ranks, capacity = tokens.x.shape[0], tokens.top_k, exchange.ep_degree, exchange.capacity
+    size, width = min(t, capacity), min(top_k, ranks)
     rank, sent = jnp.arange(ranks, dtype=jnp.int32)[:, None], exchange.slots >= 0
     # The last element is for the replicas that did not fit.
-    place = jnp.where(sent, exchange.slots // max(room, 1) * t + tokens.order // top_k, ranks * t)
-    hit = jnp.zeros(ranks * t + 1, bool).at[place].set(True)[:-1].reshape(ranks, t)
+    index = jnp.where(sent, exchange.slots // max(capacity, 1) * t + tokens.order // top_k, ranks * t)
+    hit = jnp.zeros(ranks * t + 1, bool).at[index].set(True)[:-1].reshape(ranks, t)
     position = jnp.cumsum(hit, axis=1, dtype=jnp.int32) - 1
     token = jnp.arange(t, dtype=jnp.int32)
     copy = jnp.where(hit, rank * size + position, ranks * size)
@@ -71,12 +71,12 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     slots = _scatter(t * width, jnp.where(hit, slot, t * width), copy)
     order = _scatter(ranks * size, copy, slot)
 
-    replica = jnp.append(position.reshape(-1), 0)[place] * top_k + tokens.order % top_k
+    replica = jnp.append(position.reshape(-1), 0)[index] * top_k + tokens.order % top_k
     replica = jnp.append(replica, -1)[exchange.sources]
-    replica = all_to_all(replica, exchange.axis_name).reshape(ranks, room)
+    replica = all_to_all(replica, exchange.axis_name).reshape(ranks, capacity)
     replica_order = jnp.where(replica < 0, -1, replica + rank * size * top_k).reshape(-1)
-    arrival, places = jnp.arange(ranks * room, dtype=jnp.int32), ranks * size * top_k
-    replica_slots = _scatter(places, jnp.where(replica_order < 0, places, replica_order), arrival)
+    arrival, num_slots = jnp.arange(ranks * capacity, dtype=jnp.int32), ranks * size * top_k
+    replica_slots = _scatter(num_slots, jnp.where(replica_order < 0, num_slots, replica_order), arrival)
     # A padding row, and a slot without a replica, picks the appended -1.
     group_order = jnp.append(replica_order, -1)[row_map.row_map]
     group_slots = jnp.append(row_map.inverse, -1)[replica_slots].reshape(-1, top_k)
@@ -84,9 +84,9 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     return Copies(of_copies, order, replica_order, replica_slots, group_order, group_slots)
 
 
-def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
+def _scatter(size: int, indices: jax.Array, values: jax.Array) -> jax.Array:
     """(size,) int32: the value at each index, -1 without one. Values at the index `size` are dropped."""
-    return jnp.full(size + 1, -1, jnp.int32).at[places.reshape(-1)].set(values.reshape(-1))[:-1]
+    return jnp.full(size + 1, -1, jnp.int32).at[indices.reshape(-1)].set(values.reshape(-1))[:-1]
 
 
 # --- once: copies there, replicas back -------------------------------------------------------------
@@ -94,7 +94,7 @@ def _scatter(size: int, places: jax.Array, values: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Way:
+class DedupPlan:
     """Between tokens and groups. copies, replicas: exchanges with sources and slots of tokens. copy (P,): the copy for
     each row of the groups. inverse (ep capacity,): the row of each replica. recipe's `mx`, rounding: static."""
 
@@ -106,44 +106,44 @@ class Way:
     rounding: Rounding = dataclasses.field(metadata={"static": True})
 
 
-def _there(x: jax.Array, way: Way) -> Any:
+def _dispatch(x: jax.Array, dedup: DedupPlan) -> Any:
     """Groups (P, K): an array, or its bytes (q, sf)."""
-    if not way.mx:
-        return ops.permute_rows(send_rows(x, way.copies), way.copy)
-    return ops.permute_mx(send_rows(ops.quantize_row_packed(x, rounding=way.rounding), way.copies), way.copy)
+    if not dedup.mx:
+        return ops.permute_rows(send_rows(x, dedup.copies), dedup.copy)
+    return ops.permute_mx(send_rows(ops.quantize_row_packed(x, rounding=dedup.rounding), dedup.copies), dedup.copy)
 
 
 @jax.custom_vjp
-def _send_once(x: jax.Array, way: Way) -> jax.Array | MXArray:
-    groups = _there(x, way)
-    if not way.mx:
+def _send_once(x: jax.Array, dedup: DedupPlan) -> jax.Array | MXArray:
+    groups = _dispatch(x, dedup)
+    if not dedup.mx:
         return groups
     q, sf = groups
     return MXArray.from_bytes(q, sf, x.dtype)
 
 
-def _send_once_bwd(way, grad):
-    rows = ops.permute_rows(grad.carrier if way.mx else grad, way.inverse)
-    return send_back(rows, way.replicas), None
+def _send_once_bwd(dedup, grad):
+    rows = ops.permute_rows(grad.carrier if dedup.mx else grad, dedup.inverse)
+    return send_back(rows, dedup.replicas), None
 
 
-_send_once.defvjp(lambda x, way: (_send_once(x, way), way), _send_once_bwd)
+_send_once.defvjp(lambda x, dedup: (_send_once(x, dedup), dedup), _send_once_bwd)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _return_each(groups: Any, way: Way, out_dtype: str) -> jax.Array:
-    rows = ops.permute_rows(groups.value if way.mx else groups, way.inverse)
-    return _sum(all_to_all(rows, way.replicas.axis_name), way.replicas, out_dtype)
+def _return_each(groups: Any, dedup: DedupPlan, out_dtype: str) -> jax.Array:
+    rows = ops.permute_rows(groups.value if dedup.mx else groups, dedup.inverse)
+    return _sum(all_to_all(rows, dedup.replicas.axis_name), dedup.replicas, out_dtype)
 
 
-def _return_each_fwd(groups, way, out_dtype):
-    return _return_each(groups, way, out_dtype), (way, jnp.zeros(0, groups.dtype))
+def _return_each_fwd(groups, dedup, out_dtype):
+    return _return_each(groups, dedup, out_dtype), (dedup, jnp.zeros(0, groups.dtype))
 
 
 def _return_each_bwd(out_dtype, residuals, dy):
-    way, like = residuals
-    drows = _there(dy.astype(like.dtype), way)
-    return MXGradArray.cotangent(None, drows) if way.mx else drows, None
+    dedup, like = residuals
+    drows = _dispatch(dy.astype(like.dtype), dedup)
+    return MXGradArray.cotangent(None, drows) if dedup.mx else drows, None
 
 
 _return_each.defvjp(_return_each_fwd, _return_each_bwd)
@@ -156,9 +156,11 @@ def _sum(rows: jax.Array, exchange: Exchange, out_dtype: str) -> jax.Array:
     return ops.combine(rows, exchange.slots.reshape(-1, exchange.top_k), unweighted, out_dtype=out_dtype)
 
 
-def _way(slots: jax.Array, top_k: int, plan: Exchange, row_map: RowMap, copies: Copies, recipe: Recipe) -> Way:
+def _make_dedup_plan(
+    slots: jax.Array, top_k: int, plan: Exchange, row_map: RowMap, copies: Copies, recipe: Recipe
+) -> DedupPlan:
     each = dataclasses.replace(plan, slots=plan.slots[slots], top_k=top_k)
-    return Way(copies.exchange, each, copies.group_order // top_k, row_map.inverse, recipe.mx, recipe.rounding)
+    return DedupPlan(copies.exchange, each, copies.group_order // top_k, row_map.inverse, recipe.mx, recipe.rounding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,16 +170,16 @@ class Once(AllToAll):
     def send(self, x: jax.Array, rows: TokenReplicas, plan: Exchange, recipe: Recipe) -> tuple[Any, RowMap, Copies]:
         row_map = plan.map_rows(recipe.alignment)
         copies = map_copies(rows, plan, row_map)
-        way = _way(rows.inverse, rows.top_k, plan, row_map, copies, recipe)
-        return _send_once(*arguments("dispatch", x, way)), row_map, copies
+        dedup = _make_dedup_plan(rows.inverse, rows.top_k, plan, row_map, copies, recipe)
+        return _send_once(*arguments("dispatch", x, dedup)), row_map, copies
 
     def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
         if probs is not None:  # the gradient of a weighted sum reads the replicas again, at their tokens
             return super().combine(groups, route, probs, out_dtype)
         (_, slots), sent = route.maps.tokens, route.maps
-        way = _way(slots, route.top_k, sent.plan, route.row_map, sent.copies, route.recipe)
-        groups = groups.once("combine") if way.mx else groups
-        return _return_each_jitted(*arguments("combine", groups, way), out_dtype)
+        dedup = _make_dedup_plan(slots, route.top_k, sent.plan, route.row_map, sent.copies, route.recipe)
+        groups = groups.once("combine") if dedup.mx else groups
+        return _return_each_jitted(*arguments("combine", groups, dedup), out_dtype)
 
 
 # --- summed: copies there, sums back ---------------------------------------------------------------

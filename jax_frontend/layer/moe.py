@@ -41,12 +41,12 @@ from ..ops.shapes import Float, Float32, Int
 from ..products.ffn import Biases, grouped_swiglu_ffn
 from ..products.weights import Weights, recipe_of
 from ..routing.permute import sort_by_expert
-from ..routing.router import Routing, check_chosen, chosen_outside, tokens_and_logits
+from ..routing.router import Routing, check_chosen, external_routing, tokens_and_logits
 from ..routing.router import route as choose_experts
 from ..routing.weighted_combine import sum_of_slots, weigh_slots
 from .moe_params import MoEConfig, Params, check_divided, check_params, check_shapes, specs
 from .moe_params import init as init
-from .shared_gate import gated, twice
+from .shared_gate import apply_gate, duplicate
 
 _TOGETHER = (
     "{op}: this program is for {count} devices that each gather all tokens and experts and compute the whole layer; "
@@ -205,7 +205,7 @@ def _layer(
     """`apply` for checked arguments."""
     op, (experts, weights, selection_bias) = "moe.apply", choice
     replicas = axis_size(op, token_axes, "token_axes")
-    outside = chosen_outside(config.num_experts, experts, weights)
+    outside = external_routing(config.num_experts, experts, weights)
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=_TOGETHER)
     x_TD = x.reshape(-1, config.dim)
@@ -385,12 +385,12 @@ def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoECo
     w1, w3, w2 = _local(params["shared_expert"], varying_axes(x_TD))
     pad = bool(x_TD.shape[0] % BLOCK)
     options = {"recipe": config.recipe, "activation": config.activation, "pad_token_groups": pad}
-    x_TD, x_of_gate = twice(x_TD) if shared.gate else (x_TD, x_TD)
+    x_TD, x_of_gate = duplicate(x_TD) if shared.gate else (x_TD, x_TD)
     out = grouped_swiglu_ffn(x_TD.astype(jnp.bfloat16), w1, w3, w2, ends, **options)
     assert isinstance(out, jax.Array)
     if not shared.gate:
         return out
-    return gated(x_of_gate, params["shared_gate"], out)
+    return apply_gate(x_of_gate, params["shared_gate"], out)
 
 
 def _experts(

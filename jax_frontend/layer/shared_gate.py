@@ -56,11 +56,11 @@ def _both_bwd(_, grads):
 _both.defvjp(lambda x: (_both(x), None), _both_bwd)
 
 
-def twice(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def duplicate(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """x for two readers, whose gradients are added and rounded here."""
     return _both(*arguments("shared_gate", x))
 
 
-def gated(x: jax.Array, weight: jax.Array, out: jax.Array) -> jax.Array:
+def apply_gate(x: jax.Array, weight: jax.Array, out: jax.Array) -> jax.Array:
     """out (T, D) bf16 times the gate of x (T, D) and weight (1, D) -> (T, D) of the dtype of x."""
     return _gated(*arguments("shared_gate", x, weight, out))

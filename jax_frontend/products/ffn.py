@@ -50,8 +50,8 @@ from .weights import (
     along_k,
     along_n,
     cotangent_of,
-    for_call,
     format_of,
+    quantize_for_call,
     resolve_compute,
     saved,
 )
@@ -130,7 +130,11 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     form = options.form
     x_grad, h_grad = differentiated(x), differentiated((x, w1, w3, prob, biases[:2]))
     x, w1, w3, w2, group_ends, prob, biases = values_of((x, w1, w3, w2, group_ends, prob, biases))
-    w1, w3, w2 = for_call(w1, form, x_grad), for_call(w3, form, x_grad), for_call(w2, form, h_grad)
+    w1, w3, w2 = (
+        quantize_for_call(w1, form, x_grad),
+        quantize_for_call(w3, form, x_grad),
+        quantize_for_call(w2, form, h_grad),
+    )
     rows, tokens = form.activation(x, group_ends)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
     residuals = Saved(

@@ -39,8 +39,8 @@ from .weights import (
     along_n,
     check_weights,
     cotangent_of,
-    for_call,
     format_of,
+    quantize_for_call,
     resolve_compute,
     saved,
 )
@@ -76,7 +76,7 @@ def _grouped_mm_fwd(x, w, group_ends, bias, options: Options):
     backward, form = differentiated(x), options.form
     x, w, group_ends, bias = values_of((x, w, group_ends, bias))
     rows, tokens = form.activation(x, group_ends)
-    w = for_call(w, form, backward)
+    w = quantize_for_call(w, form, backward)
     out = _grouped_mm(rows, w, group_ends, bias, options)
     return out, Saved(
         NoValues(x.dtype) if tokens else form.saved(x), tokens, saved(w, options.layout), group_ends, bias

@@ -146,7 +146,7 @@ class _CallWeights(QuantizedWeights):
         return grad
 
 
-def for_call(w: Weights, form: Format, backward: bool) -> Weights:
+def quantize_for_call(w: Weights, form: Format, backward: bool) -> Weights:
     """The quantized w of a forward and its backward, both from one read if there is an input gradient.
 
     Without an input gradient XLA drops the operand along N. It is present here in any case, since JAX's residuals have

@@ -26,9 +26,9 @@ def check_on_overflow(op: str, on_overflow: Any) -> None:
         fail(ValueError, op, "on_overflow", repr(on_overflow), allowed)
 
 
-def lost_rows(places: jax.Array, counts: jax.Array) -> jax.Array:
-    """(M,) bool: the rows that counts (E,) give to an expert, and whose entry in places (M,) is negative."""
-    return (places < 0) & (jnp.arange(places.shape[0], dtype=jnp.int32) < counts.astype(jnp.int32).sum())
+def lost_rows(positions: jax.Array, counts: jax.Array) -> jax.Array:
+    """(M,) bool: the rows that counts (E,) give to an expert, and whose entry in positions (M,) is negative."""
+    return (positions < 0) & (jnp.arange(positions.shape[0], dtype=jnp.int32) < counts.astype(jnp.int32).sum())
 
 
 def _over(x: jax.Array, lost: jax.Array) -> jax.Array:

@@ -179,7 +179,7 @@ def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | N
     check_values(ok, op, "experts", experts, f"allowed: 0 to {num_experts - 1}")
 
 
-def chosen_outside(num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> Routing | None:
+def external_routing(num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> Routing | None:
     """Experts and weights that the caller of a layer has chosen, or None without both. shares are zeros."""
     if experts is None or weights is None:
         return None

@@ -154,8 +154,8 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
 def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     engines = object.__new__(CopyEngines)  # its constructor needs a GPU
     engines.rank = 1
-    box: Any = SimpleNamespace(of_rank=[torch.empty(32), torch.empty(16)])
-    engines.boxes = {"experts": box, "tokens": None}
+    buffer: Any = SimpleNamespace(of_rank=[torch.empty(32), torch.empty(16)])
+    engines.buffers = {"experts": buffer, "tokens": None}
     assert ep_work.held_nbytes(engines) == 64
     monkeypatch.setattr(ep, "peak_nbytes", lambda run: (run(), 1000)[1])
     monkeypatch.setattr(ep, "held_nbytes", lambda transport: 64)

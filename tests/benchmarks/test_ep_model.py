@@ -73,8 +73,8 @@ def test_chunks_are_those_of_the_transports() -> None:
 def direction(there: float, chunk: float, back: float, chunks: int, **rest: float) -> Direction:
     stages = {"before": 0.0, "filler": 0.0, "after": 0.0, "group": 0.0, "scatter": 0.0, "own": 0.0, "launches": 0.0}
     wire = chunks * (there + back)
-    legs = {"there": (there,) * chunks, "chunks": (chunk,) * chunks, "back": (back,) * chunks}
-    return Direction(**(stages | rest), **legs, wire=wire)  # type: ignore[arg-type]
+    transfers = {"there": (there,) * chunks, "chunks": (chunk,) * chunks, "back": (back,) * chunks}
+    return Direction(**(stages | rest), **transfers, wire=wire)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

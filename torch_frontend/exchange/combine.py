@@ -113,7 +113,7 @@ def _receive_sums(groups: Tensor, probs: Tensor | None, route: Route, out_dtype:
     assert copies is not None
     if not copies.summed:
         mx, mx_grad = recipe.sends_mx("combine"), recipe.sends_mx("combine_grad")
-        return return_each(groups, route.way, mx, mx_grad, int(recipe.rounding), out_dtype)
+        return return_each(groups, route.dedup_plan, mx, mx_grad, int(recipe.rounding), out_dtype)
     if probs is not None:
         column = gather(probs.reshape(-1, 1), route.order, route.slots)
         sent = exchange_rows(column, route.output_splits, route.input_splits, route.group_name, False, False, 0)

@@ -20,7 +20,7 @@ from ..ops.checks import check_counts, check_probs, check_shape, require_total
 from ..ops.private import group_named
 from ..routing.permute import check_replicas
 from .all_to_all import TokenReplicas, all_to_all
-from .process_groups import agree, can_compare, check_rows_to_send, compare_calls, key_of, no_answer
+from .process_groups import agree, can_compare, check_rows_to_send, compare_calls, key_of, raise_collective_error
 from .replicas import Layout, lay_out
 from .shards import ALONE, Ranks
 
@@ -113,7 +113,7 @@ def agree_on_counts(request: Request, deduplicate: Deduplicate = None) -> Agreem
             raise error
     copies = 0 if deduplicate is None else ranks.degree
     if error is not None:
-        exchanged = _exchange_counts(_refusal(ranks, copies), ranks, copies)
+        exchanged = _exchange_counts(_error_sentinel(ranks, copies), ranks, copies)
         return Agreement(rows, num_rows, shared, *exchanged, error, None)
     sent, layout = _message(counts, num_rows, shared), None
     if copies and isinstance(rows, TokenReplicas):
@@ -186,14 +186,14 @@ def _reading(x: Tensor) -> Callable[[], Any]:
     return values
 
 
-def refuse(ranks: Ranks, deduplicate: Deduplicate = None) -> None:
+def send_error_sentinel(ranks: Ranks, deduplicate: Deduplicate = None) -> None:
     """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
     if ranks.degree > 1:
         copies = 0 if deduplicate is None else ranks.degree
-        _exchange_counts(_refusal(ranks, copies), ranks, copies)
+        _exchange_counts(_error_sentinel(ranks, copies), ranks, copies)
 
 
-def _refusal(ranks: Ranks, copies: int) -> Tensor:
+def _error_sentinel(ranks: Ranks, copies: int) -> Tensor:
     """Counts of -1: this rank is about to raise."""
     return torch.full((ranks.num_experts + 1 + copies,), -1, dtype=torch.int32, device=ranks.device_type)
 
@@ -211,7 +211,7 @@ def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int
     try:
         of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
     except RuntimeError as error:
-        no_answer("dispatch", "counts", f"an error while the ranks exchange them: {error}")
+        raise_collective_error("dispatch", "counts", f"an error while the ranks exchange them: {error}")
     rank = group_named(group_name).rank()
     copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies

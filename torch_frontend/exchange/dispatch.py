@@ -180,7 +180,7 @@ def _send(request: Request, deduplicate: Deduplicate) -> tuple[Tensor, Tensor, R
         groups = spread(arrived, copies.group_order, copies.group_slots.view(-1), rows.top_k)
     else:
         mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
-        groups = send_once(rows.x, route.way, mx, mx_grad, int(recipe.rounding))
+        groups = send_once(rows.x, route.dedup_plan, mx, mx_grad, int(recipe.rounding))
     return groups, row_map.padded_counts, route
 
 

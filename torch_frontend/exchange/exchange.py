@@ -18,7 +18,7 @@ from torch import Tensor
 from ...core_kernels.policy.deduplicate import Deduplicate
 from .all_to_all import TokenReplicas
 from .combine import combine, groups_to_tokens
-from .counts import Request, refuse
+from .counts import Request, send_error_sentinel
 from .dispatch import dispatch_over, dispatch_probs, tokens_to_groups
 from .route import Route
 from .shards import Ranks
@@ -56,7 +56,7 @@ class Exchange(Protocol):
         """The outputs of the experts as rows (M, N) or, of TokenReplicas, as sums (T, N)."""
         ...
 
-    def refuse(self, ranks: Ranks) -> None:
+    def send_error_sentinel(self, ranks: Ranks) -> None:
         """Tell the other ranks of an error of this one, which comes before its `dispatch`."""
         ...
 
@@ -76,7 +76,7 @@ class Local:
         assert request.out_dtype is not None
         return groups_to_tokens(out, handle, None if request.inside else request.probs, request.out_dtype)
 
-    def refuse(self, ranks: Ranks) -> None:
+    def send_error_sentinel(self, ranks: Ranks) -> None:
         """There is nobody to tell."""
 
 
@@ -98,5 +98,5 @@ class AllToAll:
     def combine(self, out: Tensor, handle: Route, request: Request) -> Tensor:
         return combine(out, handle, None if request.inside else request.probs, out_dtype=request.out_dtype)
 
-    def refuse(self, ranks: Ranks) -> None:
-        refuse(ranks, self.deduplicate)
+    def send_error_sentinel(self, ranks: Ranks) -> None:
+        send_error_sentinel(ranks, self.deduplicate)

@@ -119,7 +119,7 @@ def can_compare(group_name: str) -> bool:
     return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
-def no_answer(op: str, argument: str, got: str) -> NoReturn:
+def raise_collective_error(op: str, argument: str, got: str) -> NoReturn:
     """Raise RuntimeError for a collective that has failed: another rank has ended, or the time limit is over."""
     allowed = "allowed: none; a rank that has ended or does not answer says why in its own output"
     fail(RuntimeError, op, argument, got, allowed)
@@ -135,7 +135,7 @@ def table_of_ranks(op: str, values: Sequence[int], group_name: str) -> list[list
     try:
         return all_gather(mine, group).view(group.size(), -1).tolist()
     except RuntimeError as error:
-        no_answer(op, "sizes", f"an error while the ranks compare them: {error}")
+        raise_collective_error(op, "sizes", f"an error while the ranks compare them: {error}")
 
 
 def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Exception | None) -> None:

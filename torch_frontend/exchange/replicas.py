@@ -52,14 +52,14 @@ def lay_out(tokens: TokenReplicas, counts: Tensor, ranks: int) -> Layout:
     ends = counts.reshape(ranks, -1).sum(1, dtype=torch.int64).cumsum(0)
     replica = torch.arange(order.shape[0], device=device)
     rank = torch.searchsorted(ends, replica, right=True).clamp_max(ranks - 1)
-    # The last place takes the replicas of no token.
-    place = torch.where(order < 0, tops, rank * x.shape[0] + order // top_k)
+    # The last position takes the replicas of no token.
+    position = torch.where(order < 0, tops, rank * x.shape[0] + order // top_k)
     hit = torch.zeros(tops + 1, dtype=torch.bool, device=device)
-    hit[place] = True
+    hit[position] = True
     row = hit.cumsum(0, dtype=torch.int32) - 1
     of_rank = hit[:-1].view(ranks, -1).sum(1, dtype=torch.int32)
     first = of_rank.cumsum(0, dtype=torch.int32) - of_rank
-    slots = (row[place] - first[rank]) * top_k + order % top_k
+    slots = (row[position] - first[rank]) * top_k + order % top_k
     rows = torch.where(hit, row, -1)[:-1].view(ranks, -1)
     return Layout(of_rank, rows, torch.where(order < 0, -1, slots).to(torch.int32))
 
@@ -106,8 +106,8 @@ def map_copies(
     first = (copies.cumsum(0) - copies) * top_k
     first = torch.repeat_interleave(first, replicas.long(), output_size=slots.shape[0])
     replica_order = torch.where(slots < 0, -1, slots + first).to(torch.int32)
-    place, arrival = received * top_k, torch.arange(slots.shape[0], device=slots.device)
-    replica_slots = _scatter(place, torch.where(slots < 0, place, replica_order), arrival)
+    num_slots, arrival = received * top_k, torch.arange(slots.shape[0], device=slots.device)
+    replica_slots = _scatter(num_slots, torch.where(slots < 0, num_slots, replica_order), arrival)
     # A padding row, and a slot without a replica, picks the -1 at the end.
     group_order, group_slots = _followed(replica_order, row_map.row_map), _followed(row_map.inverse, replica_slots)
     group_slots = group_slots.view(-1, top_k)
@@ -117,10 +117,10 @@ def map_copies(
     )  # fmt: skip
 
 
-def _scatter(size: int, places: Tensor, values: Tensor) -> Tensor:
-    """(size,) int32: the value of each place, -1 without one. Values at the place `size` are dropped."""
+def _scatter(size: int, positions: Tensor, values: Tensor) -> Tensor:
+    """(size,) int32: the value of each position, -1 without one. Values at the position `size` are dropped."""
     out = torch.full((size + 1,), -1, dtype=torch.int32, device=values.device)
-    out[places.reshape(-1)] = values.reshape(-1).to(torch.int32)
+    out[positions.reshape(-1)] = values.reshape(-1).to(torch.int32)
     return out[:size]
 
 
@@ -147,7 +147,7 @@ def probs_of_copies(probs: Tensor, copies: Copies) -> Tensor:
     return gather(probs, copies.replica_slots, copies.replica_order).view(copies.group_slots.shape)
 
 
-class Way(NamedTuple):
+class DedupPlan(NamedTuple):
     """Between tokens and groups, with copies on the way there and replicas on the way back.
 
     token (U,): of each copy. copy (P,): of each row of the groups. inverse (M,): the row of each replica. slots
@@ -163,36 +163,36 @@ class Way(NamedTuple):
     group_name: str
 
 
-def _there(x: Tensor, way: Way, mx: bool, rounding: int) -> Tensor:
+def _dispatch(x: Tensor, dedup: DedupPlan, mx: bool, rounding: int) -> Tensor:
     x = x.contiguous()
     if not mx:
-        rows = all_to_all(ops.permute_rows(x, way.token), *way.there, way.group_name)
-        return ops.permute_rows(rows, way.copy)
-    rows = ops.permute_rows(ops.quantize_row_packed(x, rounding), way.token)
-    q, sf = ops.permute_mx(all_to_all(rows, *way.there, way.group_name), way.copy)
+        rows = all_to_all(ops.permute_rows(x, dedup.token), *dedup.there, dedup.group_name)
+        return ops.permute_rows(rows, dedup.copy)
+    rows = ops.permute_rows(ops.quantize_row_packed(x, rounding), dedup.token)
+    q, sf = ops.permute_mx(all_to_all(rows, *dedup.there, dedup.group_name), dedup.copy)
     return MXTensor(q, sf, x.dtype)
 
 
-def _back(groups: Tensor, way: Way, mx: bool, rounding: int, dtype: torch.dtype) -> Tensor:
-    rows = ops.permute_rows(dequantized(groups).contiguous(), way.inverse)
-    back = *way.back, way.group_name
+def _combine(groups: Tensor, dedup: DedupPlan, mx: bool, rounding: int, dtype: torch.dtype) -> Tensor:
+    rows = ops.permute_rows(dequantized(groups).contiguous(), dedup.inverse)
+    back = *dedup.back, dedup.group_name
     rows = packed_rows(rows, *back, rounding) if mx else all_to_all(rows, *back)
-    return sum_slots(dequantized(rows), way.slots, dtype)
+    return sum_slots(dequantized(rows), dedup.slots, dtype)
 
 
 class _SendOnce(torch.autograd.Function):
     """Tokens to groups: one copy per rank there, the gradients of all replicas back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, way: Way, mx: bool, mx_grad: bool, rounding: int) -> Tensor:
-        ctx.save_for_backward(*way[:4])
-        ctx.rest, ctx.mx_grad, ctx.rounding = way[4:], mx_grad, rounding
-        return _there(x, way, mx, rounding)
+    def forward(ctx: Any, x: Tensor, dedup: DedupPlan, mx: bool, mx_grad: bool, rounding: int) -> Tensor:
+        ctx.save_for_backward(*dedup[:4])
+        ctx.rest, ctx.mx_grad, ctx.rounding = dedup[4:], mx_grad, rounding
+        return _dispatch(x, dedup, mx, rounding)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        way = Way(*ctx.saved_tensors, *ctx.rest)
-        return _back(grads[0], way, ctx.mx_grad, ctx.rounding, grads[0].dtype), None, None, None, None
+        dedup = DedupPlan(*ctx.saved_tensors, *ctx.rest)
+        return _combine(grads[0], dedup, ctx.mx_grad, ctx.rounding, grads[0].dtype), None, None, None, None
 
 
 class _ReturnEach(torch.autograd.Function):
@@ -200,20 +200,20 @@ class _ReturnEach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, groups: Tensor, way: Way, mx: bool, mx_grad: bool, rounding: int, out_dtype: torch.dtype
+        ctx: Any, groups: Tensor, dedup: DedupPlan, mx: bool, mx_grad: bool, rounding: int, out_dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(*way[:4])
-        ctx.rest, ctx.mx_grad, ctx.rounding, ctx.dtype = way[4:], mx_grad, rounding, groups.dtype
-        return _back(groups, way, mx, rounding, out_dtype)
+        ctx.save_for_backward(*dedup[:4])
+        ctx.rest, ctx.mx_grad, ctx.rounding, ctx.dtype = dedup[4:], mx_grad, rounding, groups.dtype
+        return _combine(groups, dedup, mx, rounding, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = dequantized(grads[0]).to(ctx.dtype)
-        way = Way(*ctx.saved_tensors, *ctx.rest)
-        return _there(dy, way, ctx.mx_grad, ctx.rounding), None, None, None, None, None
+        dedup = DedupPlan(*ctx.saved_tensors, *ctx.rest)
+        return _dispatch(dy, dedup, ctx.mx_grad, ctx.rounding), None, None, None, None, None
 
 
 send_once = differentiable("dispatch", _SendOnce)
-"""send_once(x, way, mx, mx_grad, rounding): tokens (T, K) -> groups (P, K), unchecked."""
+"""send_once(x, dedup, mx, mx_grad, rounding): tokens (T, K) -> groups (P, K), unchecked."""
 return_each = differentiable("combine", _ReturnEach)
-"""return_each(groups, way, mx, mx_grad, rounding, out_dtype): groups (P, N) -> sums (T, N), unchecked."""
+"""return_each(groups, dedup, mx, mx_grad, rounding, out_dtype): groups (P, N) -> sums (T, N), unchecked."""

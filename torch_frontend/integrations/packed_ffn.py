@@ -1,7 +1,7 @@
 """The feed-forward of experts whose gate and up are one tensor, without a copy of the weights.
 
     stored                        gate and up        products forward          products of dx
-    (E, 2F, D)                    halves             two, of views             two, one sum: the bytes of weights apart
+    (E, 2F, D)                    halves             two, of views             two, one sum: the bytes of two weights
     (E, D, 2F), or with biases    halves, or every   one of 2F columns, split  one of 2F columns
                                   other column
 
@@ -33,7 +33,7 @@ from ..products.forms.form import AddedBias, Glu, Operands
 from ..products.forms.mx import MX
 from ..products.products import ProductOptions, bias_gradient
 from ..products.swiglu import row_probabilities
-from ..products.weights import along_n, check_weights, for_call, format_of, outlives_forward
+from ..products.weights import along_n, check_weights, format_of, outlives_forward, quantize_for_call
 from .layouts import joined
 
 BF16 = torch.bfloat16
@@ -62,7 +62,7 @@ class PackedCall(NamedTuple):
         save_bytes: the quantized weights may live until the backward.
         transposed: the layout.
         interleaved: the layout.
-        apart: gate and up are products of their own.
+        separate: gate and up are products of their own.
     """
 
     options: ProductOptions
@@ -70,12 +70,12 @@ class PackedCall(NamedTuple):
     save_bytes: bool
     transposed: bool
     interleaved: bool
-    apart: bool
+    separate: bool
     needs: PackedNeeds = PackedNeeds()
 
     def weights(self, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
-        """(E, 2F, D), or (2E, F, D) if apart, and (E, D, F), views of the weights as stored."""
-        if self.apart:
+        """(E, 2F, D), or (2E, F, D) if separate, and (E, D, F), views of the weights as stored."""
+        if self.separate:
             return gate_up.view(-1, gate_up.shape[1] // 2, gate_up.shape[2]), down
         return (gate_up.mT, down.mT) if self.transposed else (gate_up, down)
 
@@ -108,9 +108,9 @@ class _PackedFFN(torch.autograd.Function):
         ctx.dtypes, ctx.call = (x.dtype, gate_up.dtype, down.dtype), call._replace(needs=needs)
         gate_up, down = call.weights(gate_up, down)
         rows, tokens = form.activation(x, group_ends if call.options.whole_blocks and needs.gate_up else None)
-        first = for_call(gate_up, None, form, needs.x and call.save_bytes)
-        last = for_call(down, None, form, needs.dh and call.save_bytes)
-        if call.apart:
+        first = quantize_for_call(gate_up, None, form, needs.x and call.save_bytes)
+        last = quantize_for_call(down, None, form, needs.dh and call.save_bytes)
+        if call.separate:
             gates, ups = _gates_and_ups(first.along_k)
             gate, up = form.mm_pair(rows, gates, ups, _ends_of_pairs(group_ends), BF16)
         else:
@@ -174,7 +174,7 @@ def _split(gate_up: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 class _Gradient(NamedTuple):
-    """Of gate and up: rows, a pair if apart, else joined; tokens, joined, not in the form yet; joined values in bf16.
+    """Of gate and up: rows, two if separate, else joined; tokens, joined, not in the form yet; joined values in bf16.
     Any is None, or may be, if nothing needs it."""
 
     dprob: Tensor
@@ -186,19 +186,19 @@ class _Gradient(NamedTuple):
 def _swiglu_gradient(call: PackedCall, steps: BackwardOperands) -> _Gradient:
     needs, form = call.needs, call.options.form
     # Rows with one scale each cannot be joined, and a block of 32 columns may have columns of both.
-    name = "mx" if form.name == "fold" and not call.apart else form.name
+    name = "mx" if form.name == "fold" and not call.separate else form.name
     of_swiglu = Needs(needs.x, needs.gate_up, needs.gate_up_bias or call.interleaved, needs.down)
     op = gradient_op(name, steps.quantized_tokens, of_swiglu)
     if op == "swiglu_bwd":
         dgate, dup, dprob = steps.values()
-        if call.apart:
+        if call.separate:
             return _Gradient(dprob, (dgate, dup), joined(dgate, dup, False) if needs.gate_up else None)
         values = joined(dgate, dup, call.interleaved)
         rows, tokens = steps.both(values, form.gradient) if needs.x and needs.gate_up else (values, values)
         return _Gradient(dprob, rows, tokens, values)
     dprob, gate, up, gate_t, up_t, _ = steps.quantized(op)
     rows, tokens = (gate, up), None
-    if needs.x and not call.apart:
+    if needs.x and not call.separate:
         rows = MX(torch.cat([gate.q, up.q], 1), torch.cat([gate.sf, up.sf], 1))
     if needs.gate_up:
         features = 1 if op == "swiglu_bwd_fold" else 0  # of the scales: Folded have (spans, F)
@@ -210,7 +210,7 @@ def _input_gradient(
     call: PackedCall, steps: BackwardOperands, found: _Gradient, gate_up: Any, dtype: torch.dtype
 ) -> Tensor:
     form, ends = call.options.form, steps.groups.ends
-    if not call.apart:
+    if not call.separate:
         return form.mm(form.rows(found.rows), gate_up, ends, dtype)
     (gates, ups), (dgate, dup) = _gates_and_ups(gate_up), map(steps.gradient_rows, found.rows)
     return form.mm_sum(dgate, gates, dup, ups, _ends_of_pairs(ends), dtype)
@@ -287,6 +287,6 @@ def packed_ffn(
     of_ends = "group_ends", group_ends, x, experts, "hidden_states", "down_proj"
     group_ends = check_group_ends(op, *of_ends, remedy)
     save_bytes = all(map(outlives_forward, named_weights.values()))
-    apart = not transposed and not interleaved and gate_up_bias is None
-    call = PackedCall(options, activation.attributes, save_bytes, transposed, interleaved, apart)
+    separate = not transposed and not interleaved and gate_up_bias is None
+    call = PackedCall(options, activation.attributes, save_bytes, transposed, interleaved, separate)
     return _packed_ffn(x, gate_up, down, prob, gate_up_bias, down_bias, group_ends, call)

@@ -152,8 +152,8 @@ class GroupedExperts(nn.Module):
         return [(name, part, whole) for name, part, whole in found if part.shape != whole]
 
     def _local(self) -> FFN:
-        """The experts of this rank, with quantized weights if they are held. Called in `forward` alone: the parameters
-        may be other ones before, since forward hooks assign or gather them."""
+        """The experts of this rank, with quantized weights if they are cached. Called in `forward` alone: the
+        parameters may be other ones before, since forward hooks assign or gather them."""
         parameters = self.w1, self.w3, self.w2
         check_sharded("GroupedExperts", parameters, self.expert_parallel)
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
@@ -193,15 +193,15 @@ class GroupedExperts(nn.Module):
             >>> with experts.cached_weights():
             ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
         """
-        held = CachedWeights.of(self)
+        cached = CachedWeights.of(self)
         with _opening:
-            self._open((*self._blocks, held))
+            self._open((*self._blocks, cached))
         try:
             yield
         finally:
             with _opening:
-                self._open(tuple(other for other in self._blocks if other is not held))
-        held.check((self.w1, self.w3, self.w2))
+                self._open(tuple(other for other in self._blocks if other is not cached))
+        cached.check((self.w1, self.w3, self.w2))
 
     def _open(self, blocks: "tuple[CachedWeights, ...]") -> None:
         self._blocks, self._held = blocks, blocks[-1] if blocks else None
@@ -258,10 +258,10 @@ class CachedWeights(NamedTuple):
                 fail(RuntimeError, "cached_weights", name, "a write within the block", allowed)
 
     def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
-        """The held bytes with `values`, which receive the gradients."""
+        """The cached bytes with `values`, which receive the gradients."""
         if not torch.compiler.is_compiling():
             self.check(parameters)
-        return tuple(held.with_values(w) for held, w in zip(self.quantized, values, strict=True))
+        return tuple(cached.with_values(w) for cached, w in zip(self.quantized, values, strict=True))
 
 
 @torch.no_grad()

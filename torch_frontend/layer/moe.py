@@ -36,7 +36,7 @@ from ..ops.call import require_tensor
 from ..ops.checks import check_autocast, check_plain
 from ..ops.launch import check_devices
 from ..ops.ranges import named
-from ..routing.router import Routing, chosen_outside, route_tokens
+from ..routing.router import Routing, external_routing, route_tokens
 from ..routing.weighted_combine import sum_of_slots, weigh_slots
 from .experts import GroupedExperts, SharedFFN, check_sizes
 
@@ -183,9 +183,9 @@ class MoE(nn.Module):
         ranks = self.experts.expert_parallel or ALONE
         try:
             self._check(x)
-            outside = chosen_outside("MoE", x, self.num_experts, experts, weights)
+            outside = external_routing("MoE", x, self.num_experts, experts, weights)
         except (TypeError, ValueError):
-            self.experts.exchange.refuse(ranks)
+            self.experts.exchange.send_error_sentinel(ranks)
             raise
         x_TD = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         x_TD, (experts_TK, probs_TK, shares_E) = self._route(x_TD) if outside is None else (x_TD, outside)

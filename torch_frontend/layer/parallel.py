@@ -30,7 +30,7 @@ from ..exchange.process_groups import agree
 from ..exchange.route import Route
 from ..exchange.shards import Ranks
 from ..ops.private import name_of_group
-from ..overlap.expert_parallel import Transport, check_prob_in, exchange_over
+from ..overlap.expert_parallel import Transport, check_prob_in, choose_exchange
 from .moe import GroupedExperts, MoE
 
 Gradients = Literal["mean", "sum"]
@@ -129,7 +129,7 @@ class ExpertParallel(ParallelStyle):
             experts.register_forward_hook(hooks.after, always_call=True)
         experts.expert_parallel = ranks  # type: ignore[assignment]
         if ours and ranks.degree > 1:
-            experts.exchange = exchange_over(self.transport, self.deduplicate)
+            experts.exchange = choose_exchange(self.transport, self.deduplicate)
         return module
 
     def _check_on_all_ranks(
@@ -143,13 +143,13 @@ class ExpertParallel(ParallelStyle):
             if mesh.ndim != 1:  # no group
                 raise
             error = found
-        parameters = _described(experts.named_parameters(recurse=False))
-        carried = self.transport and self.transport.described
+        parameters = _describe(experts.named_parameters(recurse=False))
+        carried = self.transport and self.transport.config_key
         arguments = {"recipe": recipe, "gradients": self.gradients, "transport": carried, "parameters": parameters}
         arguments["deduplicate"] = self.deduplicate
         if isinstance(module, MoE):
             others = [(n, p) for n, p in module.named_parameters() if not n.startswith("experts.")]
-            arguments |= {"prob_in": module.router_config.prob_in, "other parameters": _described(others)}
+            arguments |= {"prob_in": module.router_config.prob_in, "other parameters": _describe(others)}
         if isinstance(experts, GroupedExperts):
             arguments["activation"] = experts.activation
         agree("ExpertParallel", name_of_group(mesh.get_group()), arguments, error, "module")
@@ -198,7 +198,7 @@ class ExpertParallel(ParallelStyle):
                 fail(ValueError, op, name, f"{parameter.shape[0]} experts", allowed)
 
 
-def _described(parameters: Iterable[tuple[str, Tensor]]) -> str:
+def _describe(parameters: Iterable[tuple[str, Tensor]]) -> str:
     return ", ".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters)
 
 

@@ -105,10 +105,10 @@ def call(op: KernelOp, *tensors: Tensor, **options: int | bool | float | str) ->
     Raises ValueError, TypeError (see `prepare` and `KernelOp.check`) and NotImplementedError where the device or the
     forced implementation cannot run it.
     """
-    return into((), op, *tensors, **options)
+    return call_out((), op, *tensors, **options)
 
 
-def into(
+def call_out(
     given: tuple[Tensor, ...], op: KernelOp, *tensors: Tensor, **options: int | bool | float | str
 ) -> tuple[Tensor, ...]:
     """`call` whose first outputs are written to `given`, which no input overlaps."""
@@ -133,8 +133,8 @@ def _by_position(op: KernelOp, options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _runner(op: KernelOp) -> Callable[..., Any]:
-    """`into` with arguments by position: the tensors, then the values of as many options as there are. The body of an
-    op of `torch.ops.mxep`, which returns a single output by itself."""
+    """`call_out` with arguments by position: the tensors, then the values of as many options as there are. The body of
+    an op of `torch.ops.mxep`, which returns a single output by itself."""
     count, single = len(op.inputs), len(op.outputs) == 1
 
     def run(*args: Any, given: tuple[Tensor, ...] = ()) -> Any:
@@ -170,8 +170,8 @@ def _composed(
 ) -> tuple[Tensor, ...]:
     assert op.compose is not None
     found = op.compose(call, *plain(tensors), **options)
-    for place, result in zip(given, found, strict=False):
-        place.copy_(result)
+    for buffer, result in zip(given, found, strict=False):
+        buffer.copy_(result)
     return *given, *found[len(given) :]
 
 

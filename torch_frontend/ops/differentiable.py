@@ -59,7 +59,7 @@ def differentiable(op: str, function: type[torch.autograd.Function]) -> Callable
 def save(ctx: Any, values: tuple[Any, ...]) -> None:
     """`ctx.save_for_backward` for tensors and None in nested tuples."""
     leaves: list[Any] = []
-    ctx.places = _placed(values, leaves)
+    ctx.positions = _index_leaves(values, leaves)
     ctx.save_for_backward(*leaves)
 
 
@@ -69,25 +69,25 @@ def saved_by(ctx: Any) -> Any:
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling():
         release_saved(ctx)
-    return _values(ctx.places, saved)
+    return _values(ctx.positions, saved)
 
 
 # Functions of the module: one that calls itself from within `save` is a cycle, which keeps the tensors until the next
 # garbage collection.
-def _placed(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
-    """The nested tuples with the index of each leaf in its place; appends the leaves."""
-    places: list[Any] = []
+def _index_leaves(values: tuple[Any, ...], leaves: list[Any]) -> tuple[Any, ...]:
+    """The nested tuples with the index of each leaf at its position; appends the leaves."""
+    positions: list[Any] = []
     for value in values:
         if isinstance(value, tuple):
-            places.append(_placed(value, leaves))
+            positions.append(_index_leaves(value, leaves))
         else:
-            places.append(len(leaves))
+            positions.append(len(leaves))
             leaves.append(value)
-    return _like(values, places)
+    return _like(values, positions)
 
 
-def _values(places: tuple[Any, ...], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return _like(places, [_values(p, leaves) if isinstance(p, tuple) else leaves[p] for p in places])
+def _values(positions: tuple[Any, ...], leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return _like(positions, [_values(p, leaves) if isinstance(p, tuple) else leaves[p] for p in positions])
 
 
 def _like(kind: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core_kernels.policy.exchange import Move, Step
-from ..exchange.counts import Request, refuse
-from ..exchange.process_groups import no_answer
+from ..exchange.counts import Request, send_error_sentinel
+from ..exchange.process_groups import raise_collective_error
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int
-from .planned_exchange import Planned
+from .planned_exchange import PlannedExchange
 from .symmetric import copy_each
-from .transport import CHUNK_BYTES, Leg, Part, Where, arriving, group_of, rows_of_parts
+from .transport import CHUNK_BYTES, Part, Transfer, Where, allocate_received, allocate_rows, find_group
 
 
 class Collectives:
@@ -38,28 +38,28 @@ class Collectives:
     """
 
     def __init__(self, group: "str | dist.ProcessGroup | None" = None, *, chunk_bytes: int = CHUNK_BYTES) -> None:
-        self.group = group_of("Collectives", group)
+        self.group = find_group("Collectives", group)
         check_int("Collectives", "chunk_bytes", chunk_bytes, 1)
         self.chunk_bytes, self.weighs_sums = chunk_bytes, True
 
     @property
-    def described(self) -> str:
+    def config_key(self) -> str:
         return f"{type(self).__name__}(chunk_bytes={self.chunk_bytes})"
 
-    def begin(self, request: Request, width: int) -> Planned:
-        return Planned(self, request)
+    def begin(self, request: Request, width: int) -> PlannedExchange:
+        return PlannedExchange(self, request)
 
-    def refuse(self, ranks: Ranks) -> None:
-        refuse(ranks)
+    def send_error_sentinel(self, ranks: Ranks) -> None:
+        send_error_sentinel(ranks)
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
-        return rows_of_parts(rows, parts, device)
+        return allocate_rows(rows, parts, device)
 
-    def leg(
+    def open_transfer(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
     ) -> "_Batches":  # fmt: skip
-        return _Batches(self.group, where, steps, outgoing, arriving(outgoing, received[self.group.rank()]))
+        return _Batches(self.group, where, steps, outgoing, allocate_received(outgoing, received[self.group.rank()]))
 
 
 class _Batches:
@@ -109,13 +109,15 @@ class _Batches:
             yield
         except RuntimeError as error:
             ranks = " or ".join(map(str, sorted({op.peer for op in batch})))
-            no_answer("Collectives", f"rank {ranks}", f"an error in chunk {chunk} of the rows to {self.where}: {error}")
+            raise_collective_error(
+                "Collectives", f"rank {ranks}", f"an error in chunk {chunk} of the rows to {self.where}: {error}"
+            )
 
 
-def copy_own(step: Step, rank: int, leg: Leg) -> None:
+def copy_own(step: Step, rank: int, transfer: Transfer) -> None:
     """Copy the rows that this rank sends to itself."""
     own = [move for move in step.sends if move.peer == rank and move.rows]
-    for source, destination in zip(leg.outgoing, leg.received, strict=True) if own else ():
+    for source, destination in zip(transfer.outgoing, transfer.received, strict=True) if own else ():
         pairs = [(destination.narrow(0, m.destination, m.rows), source.narrow(0, m.source, m.rows)) for m in own]
         copy_each(*map(list, zip(*map(_in_words, pairs), strict=True)))
 

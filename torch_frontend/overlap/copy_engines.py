@@ -1,6 +1,6 @@
 """Rows are copied by the copy engines of the GPUs of one host: no SM takes part in the copies.
 
-    box        buffer of every rank that the other ranks read; one for rows to operands, one for rows to tokens
+    buffer     of every rank, read by the other ranks; one for rows to operands, one for rows to tokens
     ready      flag in the receiver's memory, per sender: the chunks whose rows are in the sender's buffer
     turn       flag in the next receiver's memory: a copy out of a buffer starts when the copy before it has ended
     taken      flag in the sender's memory, per receiver: the receiver has copied all rows of the transfer
@@ -31,11 +31,11 @@ from torch import Tensor
 from ...core_kernels.launch import fail
 from ...core_kernels.peer import plan
 from ...core_kernels.policy.exchange import MOST_CHUNKS, Move, Step
-from ..exchange.counts import Request, refuse
+from ..exchange.counts import Request, send_error_sentinel
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int
 from ..ops.private import raw_stream
-from .planned_exchange import Planned
+from .planned_exchange import PlannedExchange
 from .symmetric import Shared, has_shared_memory, shared_memory
 from .transport import (
     ALIGNMENT,
@@ -43,16 +43,16 @@ from .transport import (
     TIMEOUT,
     Part,
     Where,
-    arriving,
-    group_of,
-    milliseconds,
-    places_of,
-    rows_of_parts,
+    allocate_received,
+    allocate_rows,
+    find_group,
+    offsets_of,
+    to_milliseconds,
     views_of,
 )
 
 OP = "CopyEngines"
-BOXES: tuple[Where, Where] = ("experts", "tokens")
+BUFFERS: tuple[Where, Where] = ("experts", "tokens")
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
@@ -87,80 +87,80 @@ class CopyEngines:
         timeout: timedelta = TIMEOUT,
     ) -> None:
         check_int(OP, "chunk_bytes", chunk_bytes, 1)
-        self.chunk_bytes, limit_ms = chunk_bytes, milliseconds(OP, timeout)
+        self.chunk_bytes, limit_ms = chunk_bytes, to_milliseconds(OP, timeout)
         if not (torch.cuda.is_available() and has_shared_memory):
             got = "no CUDA" if has_shared_memory else "a torch without torch.distributed._symmetric_memory"
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
-        self.group = group_of(OP, group)
+        self.group = find_group(OP, group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
             fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
         self.driver = _Driver(limit_ms)
-        self.flags = shared_memory(4 * len(BOXES) * self._flags_of_a_box(), self.group)
+        self.flags = shared_memory(4 * len(BUFFERS) * self._flags_per_buffer(), self.group)
         self.flags.of_rank[self.rank].zero_()
         torch.cuda.synchronize()
         dist.barrier(self.group)
-        self.boxes: dict[Where, Shared | None] = dict.fromkeys(BOXES)
-        self.legs: dict[Where, int] = dict.fromkeys(BOXES, 0)
+        self.buffers: dict[Where, Shared | None] = dict.fromkeys(BUFFERS)
+        self.transfers: dict[Where, int] = dict.fromkeys(BUFFERS, 0)
         self.weighs_sums = True
 
     @property
-    def described(self) -> str:
+    def config_key(self) -> str:
         return f"{type(self).__name__}(chunk_bytes={self.chunk_bytes})"
 
-    def begin(self, request: Request, width: int) -> Planned:
-        return Planned(self, request)
+    def begin(self, request: Request, width: int) -> PlannedExchange:
+        return PlannedExchange(self, request)
 
-    def refuse(self, ranks: Ranks) -> None:
-        refuse(ranks)
+    def send_error_sentinel(self, ranks: Ranks) -> None:
+        send_error_sentinel(ranks)
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
         self.driver.enter()
-        box, nbytes = self.boxes[where], places_of([rows], parts)[-1]
-        if box is None or box.of_rank[self.rank].shape[0] < nbytes:
-            return rows_of_parts(rows, parts, device)  # `leg` grows the buffer, which takes all ranks
+        buffer, nbytes = self.buffers[where], offsets_of([rows], parts)[-1]
+        if buffer is None or buffer.of_rank[self.rank].shape[0] < nbytes:
+            return allocate_rows(rows, parts, device)  # `open_transfer` grows the buffer, which takes all ranks
         self._wait_until_taken(where)
-        return views_of(box.of_rank[self.rank], rows, parts)
+        return views_of(buffer.of_rank[self.rank], rows, parts)
 
-    def leg(
+    def open_transfer(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
-    ) -> "_CopyLeg":  # fmt: skip
+    ) -> "_CopyTransfer":  # fmt: skip
         self.driver.enter()
         parts = [Part(part.shape[1], part.dtype) for part in outgoing]
-        box = self._box(where, max(places_of(sent, parts)[-1], ALIGNMENT))
+        buffer = self._grow_buffer(where, max(offsets_of(sent, parts)[-1], ALIGNMENT))
         self._wait_until_taken(where)
-        boxes = [
-            [memory.data_ptr() + at for at in places_of([rows], parts)]
-            for memory, rows in zip(box.of_rank, sent, strict=True)
+        buffers = [
+            [memory.data_ptr() + at for at in offsets_of([rows], parts)]
+            for memory, rows in zip(buffer.of_rank, sent, strict=True)
         ]
-        memory = arriving(outgoing, received[self.rank])  # may raise: before the transfer is counted
-        self.legs[where] += 1
-        return _CopyLeg(self, where, self.legs[where], steps, boxes, outgoing, memory)
+        memory = allocate_received(outgoing, received[self.rank])  # may raise: before the transfer is counted
+        self.transfers[where] += 1
+        return _CopyTransfer(self, where, self.transfers[where], steps, buffers, outgoing, memory)
 
     def _wait_until_taken(self, where: Where) -> None:
         """The current stream waits until all ranks have copied the last transfer's rows out of this rank's buffer."""
-        for peer in range(self.ranks) if self.legs[where] else ():
+        for peer in range(self.ranks) if self.transfers[where] else ():
             if peer != self.rank:
-                self.driver.wait(self.taken(self.rank, where, peer), self.legs[where])
+                self.driver.wait(self.taken(self.rank, where, peer), self.transfers[where])
 
-    def _box(self, where: Where, nbytes: int) -> Shared:
+    def _grow_buffer(self, where: Where, nbytes: int) -> Shared:
         """The buffer, of at least `nbytes` bytes. All ranks ask for equally many: they grow it in the same transfer."""
-        box = self.boxes[where]
-        if box is None or box.of_rank[0].shape[0] < nbytes:
+        buffer = self.buffers[where]
+        if buffer is None or buffer.of_rank[0].shape[0] < nbytes:
             torch.cuda.synchronize()  # with the barrier: nobody reads the old buffer any more
             dist.barrier(self.group)
-            box = self.boxes[where] = shared_memory(nbytes, self.group)
-        return box
+            buffer = self.buffers[where] = shared_memory(nbytes, self.group)
+        return buffer
 
-    def _flags_of_a_box(self) -> int:
+    def _flags_per_buffer(self) -> int:
         return 2 * self.ranks + (self.ranks - 1) * MOST_CHUNKS + 1
 
     def flag(self, owner: int, where: Where, index: int) -> int:
         """The address of a flag in the memory of rank `owner`."""
-        at = BOXES.index(where) * self._flags_of_a_box() + index
+        at = BUFFERS.index(where) * self._flags_per_buffer() + index
         return self.flags.of_rank[owner].data_ptr() + 4 * at
 
     def taken(self, owner: int, where: Where, by: int) -> int:
@@ -176,32 +176,32 @@ class CopyEngines:
         return self.flag(self.rank, where, 2 * self.ranks)
 
 
-class _CopyLeg:
-    """boxes: for each rank the addresses of the parts in its buffer."""
+class _CopyTransfer:
+    """buffers: for each rank the addresses of the parts in its buffer."""
 
     def __init__(
-        self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], boxes: list[list[int]],
+        self, of: CopyEngines, where: Where, number: int, steps: Sequence[Step], buffers: list[list[int]],
         outgoing: tuple[Tensor, ...], received: tuple[Tensor, ...],
     ) -> None:  # fmt: skip
         self.where: Where = where
-        self.of, self.number, self.steps, self.boxes = of, number, steps, boxes
+        self.of, self.number, self.steps, self.buffers = of, number, steps, buffers
         self.outgoing, self.received = outgoing, received
         self.row_bytes = [part.shape[1] * part.dtype.itemsize for part in outgoing]
         self.left = [part.data_ptr() for part in outgoing]
         self.here = [part.data_ptr() for part in received]
-        self.way = 1 if where == "experts" else -1  # of the peers in a step, see `Step`
+        self.direction = 1 if where == "experts" else -1  # of the peers in a step, see `Step`
         of.driver.begin(received)
 
     def send(self, chunks: range) -> None:
         of = self.of
         for chunk in chunks:
-            self._to_box(self.steps[chunk])
+            self._copy_to_buffer(self.steps[chunk])
         for peer in range(of.ranks):
             if peer != of.rank:
                 of.driver.write(of.ready(peer, self.where, of.rank), self._chunk(chunks[-1]))
         for chunk in chunks:
             for k in range(1, of.ranks):
-                self._take((of.rank - self.way * k) % of.ranks, chunk, k)
+                self._take((of.rank - self.direction * k) % of.ranks, chunk, k)
             of.driver.write_behind_copies(of.arrived(self.where), self._chunk(chunk))
         for chunk in chunks:
             own = [move for move in self.steps[chunk].sends if move.peer == of.rank]
@@ -220,12 +220,12 @@ class _CopyLeg:
                     to, from_ = destination + move.destination * nbytes, source + move.source * nbytes
                     copy(to, from_, move.rows * nbytes)
 
-    def _to_box(self, step: Step) -> None:
+    def _copy_to_buffer(self, step: Step) -> None:
         """Copy the sent rows to the buffer, unless they are there already."""
-        box, rank = self.boxes[self.of.rank], self.of.rank
-        if any(at != place for at, place in zip(self.left, box, strict=False)):
+        buffer, rank = self.buffers[self.of.rank], self.of.rank
+        if any(at != offset for at, offset in zip(self.left, buffer, strict=False)):
             moves = [move._replace(destination=move.source) for move in step.sends if move.peer != rank]
-            self._copy(self.of.driver.copy_here, box, self.left, moves)
+            self._copy(self.of.driver.copy_here, buffer, self.left, moves)
 
     def _take(self, peer: int, chunk: int, k: int) -> None:
         """Copy the rows of a chunk from a peer, the k-th from which this rank copies."""
@@ -234,9 +234,9 @@ class _CopyLeg:
         if turn and of.ranks > 2:
             driver.wait_to_copy(of.turn(of.rank, self.where, turn), self.number)
         moves = [move for move in self.steps[chunk].receives if move.peer == peer]
-        self._copy(driver.copy, self.here, self.boxes[peer], moves)
+        self._copy(driver.copy, self.here, self.buffers[peer], moves)
         if turn + 1 < len(self.steps) * (of.ranks - 1) and of.ranks > 2:
-            after = (peer + self.way * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
+            after = (peer + self.direction * ((turn + 1) % (of.ranks - 1) + 1)) % of.ranks
             driver.write_behind_copies(of.turn(after, self.where, turn + 1), self.number)
         if chunk + 1 == len(self.steps):
             driver.write_behind_copies(of.taken(peer, self.where, of.rank), self.number)

@@ -27,7 +27,7 @@ from ..exchange.shards import Ranks
 from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
 from .local_experts import FFN, MM
-from .schedule import Overlap, Way, overlapped
+from .schedule import Overlap, RowExchange, overlapped
 
 
 class Transport(Protocol):
@@ -40,16 +40,16 @@ class Transport(Protocol):
     weighs_sums: bool
 
     @property
-    def described(self) -> str:
+    def config_key(self) -> str:
         """What the ranks must agree on."""
         ...
 
-    def begin(self, request: Request, width: int) -> Way:
-        """The way of a request whose experts return rows of this width. An error on one rank raises on all, here or in
-        the forward of the way."""
+    def begin(self, request: Request, width: int) -> RowExchange:
+        """The exchange of a request whose experts return rows of this width. An error on one rank raises on all, here
+        or in the forward of the exchange."""
         ...
 
-    def refuse(self, ranks: Ranks) -> None: ...
+    def send_error_sentinel(self, ranks: Ranks) -> None: ...
 
 
 def check_prob_in(op: str, argument: str, prob_in: str, transport: Transport) -> None:
@@ -67,22 +67,22 @@ class Overlapped:
     def __init__(self, transport: Transport) -> None:
         self.transport, self.group = transport, transport.group
 
-    def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, "AtHome"]:
-        return request.x, request.probs, AtHome(self.transport, request)
+    def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, "LocalTokens"]:
+        return request.x, request.probs, LocalTokens(self.transport, request)
 
-    def combine(self, out: Tensor, handle: "AtHome", request: Request) -> Tensor:
+    def combine(self, out: Tensor, handle: "LocalTokens", request: Request) -> Tensor:
         return out
 
-    def refuse(self, ranks: Ranks) -> None:
-        self.transport.refuse(ranks)
+    def send_error_sentinel(self, ranks: Ranks) -> None:
+        self.transport.send_error_sentinel(ranks)
 
 
-def exchange_over(transport: Transport | None, deduplicate: Deduplicate = None) -> Exchange:
+def choose_exchange(transport: Transport | None, deduplicate: Deduplicate = None) -> Exchange:
     """The exchange of several ranks. transport: None is one exchange after the other. deduplicate: of `AllToAll`."""
     return AllToAll(deduplicate) if transport is None else Overlapped(transport)
 
 
-class AtHome:
+class LocalTokens:
     """The `Handle` and the layout of rows that no rank has sent yet."""
 
     counts: Tensor
@@ -91,7 +91,7 @@ class AtHome:
         self.transport, self.request = transport, request
 
     @property
-    def layout(self) -> "AtHome":
+    def layout(self) -> "LocalTokens":
         return self
 
     @property
@@ -110,7 +110,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """The result, and (E,) rows of all ranks per expert. x, probs: of the request, after hooks of the experts."""
     inside, found = request.inside and probs is not None, None
-    also = {**request.also, "transport": transport.described, "weights inside": inside}
+    also = {**request.also, "transport": transport.config_key, "weights inside": inside}
     request = request.after_hooks(x, probs)._replace(also=also)
     try:
         if probs is not None and not inside:
@@ -118,11 +118,11 @@ def _run(
         found = experts.in_chunks(request)
     except (TypeError, ValueError) as error:
         request = request._replace(error=error)
-    way = transport.begin(request, found.width if found else 0)
+    exchange = transport.begin(request, found.width if found else 0)
     assert found is not None
     assert request.out_dtype is not None
-    call = Overlap(way, request.recipe, found.experts, found.width, request.out_dtype, inside)
-    return overlapped(x, probs, call, *found.parameters), way.totals
+    call = Overlap(exchange, request.recipe, found.experts, found.width, request.out_dtype, inside)
+    return overlapped(x, probs, call, *found.parameters), exchange.totals
 
 
 # The host reads the counts, and the sent rows depend on the counts.
@@ -240,6 +240,6 @@ def _over(
     ranks = Ranks(name, degree_of(name), 0, "")
     request = request._replace(ranks=ranks)
     request = request._replace(check=partial(experts.in_chunks, request))
-    exchange = exchange_over(transport if ranks.degree > 1 else None)
+    exchange = choose_exchange(transport if ranks.degree > 1 else None)
     rows, prob, handle = exchange.dispatch(request)
     return exchange.combine(handle.layout.run(experts, rows, prob), handle, request)

@@ -36,7 +36,15 @@ from ..products.forms.form import WeightOperands
 from ..products.grouped_mm import MMBackward, MMCall, MMNeeds, grouped_mm, mm_forward
 from ..products.groups import GroupEnds, ends_of
 from ..products.products import ProductOptions
-from ..products.weights import Cached, Weights, check_weights, for_call, format_of, outlives_forward, values_and_cached
+from ..products.weights import (
+    Cached,
+    Weights,
+    check_weights,
+    format_of,
+    outlives_forward,
+    quantize_for_call,
+    values_and_cached,
+)
 from .schedule import Experts
 
 
@@ -44,22 +52,22 @@ class FFNExperts(NamedTuple):
     """Parameters: w1, w3, w2, b1, b3, b2."""
 
     call: FFNCall
-    held: tuple[Cached, ...]
+    cached: tuple[Cached, ...]
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
         weights: Any = parameters[:3]
         if not self.call.options.form.quantizes:
             return self
-        held: Any = tuple(weight_operands(self._call(needs), weights, self.held))
-        return self._replace(held=held)
+        cached: Any = tuple(weight_operands(self._call(needs), weights, self.cached))
+        return self._replace(cached=cached)
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
         needs: Sequence[bool], out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         weights: Any = parameters[:3]
-        held = [_of_chunk(h, chunk) for h in self.held]
-        return ffn_forward(self._call(needs), x, weights, prob, Biases._make(parameters[3:]), held, group_ends, out)
+        cached = [_of_chunk(h, chunk) for h in self.cached]
+        return ffn_forward(self._call(needs), x, weights, prob, Biases._make(parameters[3:]), cached, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -75,14 +83,14 @@ class MMExperts(NamedTuple):
     """Parameters: w, bias."""
 
     call: MMCall
-    held: Cached
+    cached: Cached
 
     def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
         w, form = parameters[0], self.call.options.form
         assert w is not None
         if not form.quantizes:
             return self
-        return self._replace(held=for_call(w, self.held, form, needs[0] and outlives_forward(w)))
+        return self._replace(cached=quantize_for_call(w, self.cached, form, needs[0] and outlives_forward(w)))
 
     def forward(
         self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
@@ -90,7 +98,7 @@ class MMExperts(NamedTuple):
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         w, bias = parameters
         assert w is not None
-        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.held, chunk), group_ends, out)
+        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.cached, chunk), group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -102,12 +110,12 @@ class MMExperts(NamedTuple):
         return self.call._replace(needs=MMNeeds(x, w, bias))
 
 
-def _of_chunk(held: Cached, chunk: Chunk) -> Cached:
+def _of_chunk(cached: Cached, chunk: Chunk) -> Cached:
     """The operands of a chunk's experts."""
-    if held is None:
+    if cached is None:
         return None
     cut = lambda part: at_address(part[chunk.first : chunk.last])  # noqa: E731
-    return WeightOperands._make(None if x is None else type(x)(*map(cut, x)) for x in held)
+    return WeightOperands._make(None if x is None else type(x)(*map(cut, x)) for x in cached)
 
 
 class InChunks(NamedTuple):
@@ -137,11 +145,11 @@ class FFN(NamedTuple):
     def in_chunks(self, request: Request) -> InChunks:
         """Raises unless the experts fit the request."""
         op, x = request.op, _checked(request)
-        values, held, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.options.recipe)
+        values, cached, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.options.recipe)
         _check_experts(request, values[0].shape[0])
         inside = request.inside and request.probs is not None
         call = ffn_call(op, values, x.device, inside, self.options)
-        return InChunks(FFNExperts(call, held), (*values, *biases), values[2].shape[1])
+        return InChunks(FFNExperts(call, cached), (*values, *biases), values[2].shape[1])
 
 
 class MM(NamedTuple):
@@ -160,7 +168,7 @@ class MM(NamedTuple):
         """Raises unless the experts fit the request."""
         op, x, (w, bias, recipe) = request.op, _checked(request), self
         check_weights(op, "w", w, format_of(recipe, x.device), recipe.rounding)
-        values, held = values_and_cached(w)
+        values, cached = values_and_cached(w)
         groups, width, k = values.shape
         if x.shape[1] != k or k % BLOCK or width % BLOCK or not values.is_contiguous():
             got = f"shape {tuple(values.shape)}, strides {values.stride()}"
@@ -171,7 +179,7 @@ class MM(NamedTuple):
         bias = None if bias is None else check_bias(op, "bias", bias, groups, width, x.device)
         need_wgrad = torch.is_grad_enabled() and values.requires_grad
         call = MMCall(ProductOptions.of(recipe, x.device, False, need_wgrad), torch.bfloat16)
-        return InChunks(MMExperts(call, held), (values, bias), width)
+        return InChunks(MMExperts(call, cached), (values, bias), width)
 
 
 def _checked(request: Request) -> Tensor:

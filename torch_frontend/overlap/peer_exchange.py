@@ -35,19 +35,19 @@ PROB = Part(1, torch.float32)
 
 
 class Layout(NamedTuple):
-    """Of one call. places (M,) int64: rank << 32 | row of each row of this rank, -1 if it is not sent. group_ends,
+    """Of one call. positions (M,) int64: rank << 32 | row of each row of this rank, -1 if it is not sent. group_ends,
     filled_ends (local experts,) int32: the ends of this rank's groups, with and without padding. totals (E,) int32:
     rows of all ranks. capacity: rows of an operand."""
 
-    places: Tensor
+    positions: Tensor
     group_ends: Tensor
     filled_ends: Tensor
     totals: Tensor
     capacity: int
 
 
-class Peers:
-    """One call: a `Way`. inverse, top_k: of TokenReplicas, or None and 1."""
+class PeerExchange:
+    """One call: a `RowExchange`. inverse, top_k: of TokenReplicas, or None and 1."""
 
     def __init__(self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas) -> None:
         self.memory, self.layout, self.totals = memory, layout, layout.totals
@@ -56,22 +56,22 @@ class Peers:
             self.inverse, self.top_k = rows.inverse, rows.top_k
 
     @contextmanager
-    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Trip"]:
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Pass"]:
         with self.memory.uninterrupted():
-            yield _Trip(self, *self.push(x, there, weights), home, home.parts)
+            yield _Pass(self, *self.push(x, there, weights), home, home.parts)
 
     @contextmanager
     def backward(
         self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
-    ) -> Iterator["_Trip"]:
+    ) -> Iterator["_Pass"]:
         assert weighted is None
         with self.memory.uninterrupted():
-            self.memory.meet()
+            self.memory.barrier()
             operand = self.push(dy.to(BF16), there, None)
             del dy
-            trip = _Trip(self, *operand, home, [*home.parts, PROB])
-            trip.depart()
-            yield trip
+            exchange_pass = _Pass(self, *operand, home, [*home.parts, PROB])
+            exchange_pass.depart()
+            yield exchange_pass
 
     def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
         """Write rows (T, K) to their offsets on all ranks, and weights (T, top_k) with the rows. Returns this rank's
@@ -79,7 +79,7 @@ class Peers:
         memory, at = self.memory, self.layout
         parts = rows.parts + [PROB] * (weights is not None)
         starts = [*memory.starts("experts", at.capacity, parts), 0, 0]
-        room = memory.views("experts", at.capacity, parts)
+        buffer = memory.views("experts", at.capacity, parts)
         weights_at = starts[len(parts) - 1] if weights is not None else 0
         scales = own_scales = x.new_empty(0, dtype=torch.uint8)
         word, per_row, scales_at = "uint8", 0, 0
@@ -88,12 +88,12 @@ class Peers:
         else:
             values, scales = ops.quantize_row(x.contiguous(), rows.rounding)
             word, per_row = plan.words_of(scales.shape[1])
-            scales, own_scales = (s.view(getattr(torch, word)) for s in (scales, room[1]))
+            scales, own_scales = (s.view(getattr(torch, word)) for s in (scales, buffer[1]))
             scales_at = starts[1]
-        values, own_values = values.view(torch.int64), room[0].view(torch.int64)
+        values, own_values = values.view(torch.int64), buffer[0].view(torch.int64)
         prob = own_prob = x.new_empty(0, dtype=torch.float32)
         if weights is not None:
-            prob, own_prob = weights.contiguous(), room[-1]
+            prob, own_prob = weights.contiguous(), buffer[-1]
         flags = self.inverse is not None, weights is not None
         blocks = plan.push(values.shape[1], per_row, scales.element_size(), self.top_k, *flags)
         args = values, scales, prob, *self._maps(), x.shape[0], starts[0], scales_at, weights_at
@@ -101,13 +101,13 @@ class Peers:
         blocks = plan.clear(values.shape[1], per_row, at.group_ends.shape[0], weights is not None)
         args = at.group_ends, at.filled_ends, own_values, own_scales, own_prob
         memory.launch("clear", at.capacity // plan.BLOCK, *args, **blocks)
-        operand = MXTensor(room[0], room[1], x.dtype) if rows.rounding is not None else room[0]
-        return operand, room[-1].squeeze(1) if weights is not None else None
+        operand = MXTensor(buffer[0], buffer[1], x.dtype) if rows.rounding is not None else buffer[0]
+        return operand, buffer[-1].squeeze(1) if weights is not None else None
 
     def pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype) -> Tensor:
         """(T, width) of dtype `out`: the sum of each token's replicas, rows in the memory of their ranks, or the row.
         parts: of the rows, and further parts sent with the rows."""
-        memory, device, tokens, mx = self.memory, self.layout.places.device, self.tokens, rows.rounding is not None
+        memory, device, tokens, mx = self.memory, self.layout.positions.device, self.tokens, rows.rounding is not None
         y = torch.empty((tokens, rows.width), dtype=out, device=device)
         starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
         hw_cast = device.type == "cuda" and facts(arch_of(device)).hw_cast
@@ -118,7 +118,7 @@ class Peers:
 
     def pull_weights(self, parts: Sequence[Part]) -> Tensor:
         """(T, top_k) fp32, the last part of each replica's row."""
-        out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.places.device)
+        out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.positions.device)
         start = self.memory.starts("tokens", self.layout.capacity, parts)[-1]
         args = *self._maps(), out.numel(), start, out
         self.memory.launch("pull_weights", -(-out.numel() // 256), *args, BLOCK_M=256)
@@ -126,33 +126,33 @@ class Peers:
 
     @property
     def tokens(self) -> int:
-        maps = self.layout.places if self.inverse is None else self.inverse
+        maps = self.layout.positions if self.inverse is None else self.inverse
         return maps.shape[0] // self.top_k
 
     def _maps(self) -> tuple[Tensor, Tensor, Tensor]:
-        room, places = self.memory.room, self.layout.places
-        assert room is not None
-        return places if self.inverse is None else self.inverse, places, room.addresses
+        buffer, positions = self.memory.buffer, self.layout.positions
+        assert buffer is not None
+        return positions if self.inverse is None else self.inverse, positions, buffer.addresses
 
-    def kept(self, value: Any) -> Any:
+    def clone_if_in_buffer(self, value: Any) -> Any:
         """What the backward reads, with memory of its own."""
         if isinstance(value, MXTensor):
-            return MXTensor(self.kept(value.q), self.kept(value.sf), value.orig_dtype)
+            return MXTensor(self.clone_if_in_buffer(value.q), self.clone_if_in_buffer(value.sf), value.orig_dtype)
         if isinstance(value, tuple):
-            items = map(self.kept, value)
+            items = map(self.clone_if_in_buffer, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value.clone() if isinstance(value, Tensor) and self.memory.holds(value) else value
 
 
-class _Trip:
+class _Pass:
     """All experts are one chunk. parts: of the rows sent back, and further parts sent with the rows."""
 
-    def __init__(self, of: Peers, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
+    def __init__(self, of: PeerExchange, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
         self.of, self.of_home, self.parts, self.operand = of, home, parts, (rows, prob)
         self.chunks = (Chunk(0, of.layout.group_ends.shape[0], 0, of.layout.capacity),)
 
     def depart(self) -> None:
-        self.of.memory.meet()
+        self.of.memory.barrier()
 
     def ends(self) -> list[Tensor]:
         return [self.of.layout.group_ends]
@@ -160,14 +160,14 @@ class _Trip:
     def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
         return self.operand
 
-    def room(self, chunk: int) -> tuple[Tensor, ...]:
+    def return_buffer(self, chunk: int) -> tuple[Tensor, ...]:
         return self.of.memory.views("tokens", self.of.layout.capacity, self.parts)
 
-    def kept(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.of.kept(state)
+    def clone_if_in_buffer(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.of.clone_if_in_buffer(state)
 
     def send_back(self, chunk: int) -> None:
-        self.of.memory.meet()
+        self.of.memory.barrier()
 
     def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         y = self.of.pull(self.of_home, self.parts, out_dtype)
@@ -182,7 +182,7 @@ class _Trip:
         return dx, dprobs, beside()
 
 
-def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
+def list_transfer_parts(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
     """The most parts that each transfer of a call sends: rows (.., dim) to the experts, (.., width) back."""
     return [
         ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
@@ -194,20 +194,26 @@ def legs(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple
 
 def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
     """Exchange the counts (E,) of all ranks and place the rows of this one; ends with the first barrier of a call."""
-    experts, device, room = counts.shape[0], counts.device, memory.room
-    assert room is not None
+    experts, device, buffer = counts.shape[0], counts.device, memory.buffer
+    assert buffer is not None
     counts = counts.to(torch.int32).contiguous()
     memory.launch(
-        "share_counts", memory.ranks, counts, room.addresses, memory.rank, room.starts[0], **plan.share_counts(experts)
+        "share_counts",
+        memory.ranks,
+        counts,
+        buffer.addresses,
+        memory.rank,
+        buffer.starts[0],
+        **plan.share_counts(experts),
     )
-    memory.meet()
+    memory.barrier()
     groups = experts // memory.ranks
     ends, filled, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (groups, groups, experts))
-    places = torch.empty(rows, dtype=torch.int64, device=device)
+    positions = torch.empty(rows, dtype=torch.int64, device=device)
     blocks = plan.lay_out(experts, memory.ranks, alignment)
-    args = memory.counts(experts), memory.rank, rows, capacity, places, ends, filled, totals, memory.worst
+    args = memory.counts(experts), memory.rank, rows, capacity, positions, ends, filled, totals, memory.worst
     memory.launch("lay_out", experts, *args, **blocks)
-    return Layout(places, ends, filled, totals, capacity)
+    return Layout(positions, ends, filled, totals, capacity)
 
 
 def _aligned(x: Tensor) -> Tensor:

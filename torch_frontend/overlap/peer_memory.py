@@ -38,16 +38,16 @@ from ..exchange.process_groups import can_compare, compare_calls, key_of, table_
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int
 from ..ops.launch import check_devices
-from .peer_exchange import Peers, lay_out, legs
-from .symmetric import Shared, has_shared_memory, meet, shared_memory
-from .transport import ALIGNMENT, TIMEOUT, Part, Where, group_of, milliseconds, places_of, views_of
+from .peer_exchange import PeerExchange, lay_out, list_transfer_parts
+from .symmetric import Shared, barrier, has_shared_memory, shared_memory
+from .transport import ALIGNMENT, TIMEOUT, Part, Where, find_group, offsets_of, to_milliseconds, views_of
 
 OP = "PeerMemory"
 WIDTH = 1024
 WHERE: tuple[Where, Where] = ("experts", "tokens")
 
 
-class Room(NamedTuple):
+class MappedBuffer(NamedTuple):
     """Mapped memory. addresses (ranks,) int64: of each rank's. starts: the first byte of the counts, of the rows to
     experts and of the rows to tokens, and the end."""
 
@@ -97,10 +97,10 @@ class PeerMemory:
         if rows is not None:
             check_int(OP, "rows", rows, 1)
         check_int(OP, "width", width, 1)
-        self.timeout_ms = milliseconds(OP, timeout)
+        self.timeout_ms = to_milliseconds(OP, timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
-        self.group = group_of(OP, group)
+        self.group = find_group(OP, group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rows, self.width = rows, width
         hosts: list[Any] = [None] * self.ranks
@@ -113,15 +113,15 @@ class PeerMemory:
         self.most: int | None = None
         self.compared: set[int] = set()
         self.interrupted = False
-        self.room: Room | None = None
-        self.of_graphs: list[Room] = []
+        self.buffer: MappedBuffer | None = None
+        self.of_graphs: list[MappedBuffer] = []
         self.weighs_sums = False
 
     @property
-    def described(self) -> str:
+    def config_key(self) -> str:
         return f"PeerMemory(rows={self.rows})"
 
-    def begin(self, request: Request, width: int) -> Peers:
+    def begin(self, request: Request, width: int) -> PeerExchange:
         """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
         op, error, ranks = "dispatch", request.error, request.ranks
         rows, num_rows, shared = request.rows, 0, {}
@@ -135,17 +135,17 @@ class PeerMemory:
             error = found
         if error is not None:
             self.interrupt()
-            if self.room is None and can_compare(ranks.group_name):
+            if self.buffer is None and can_compare(ranks.group_name):
                 compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
             raise error
         x, counts, alignment = request.x, request.counts, request.recipe.alignment
-        parts = legs(request.recipe, x.shape[1], x.dtype, width)
+        parts = list_transfer_parts(request.recipe, x.shape[1], x.dtype, width)
         with torch.no_grad(), self.uninterrupted():
             capacity = self.reserve(op, num_rows, counts.shape[0], alignment, parts, shared)
             layout = lay_out(self, counts, num_rows, capacity, alignment)
-        return Peers(self, layout, rows)
+        return PeerExchange(self, layout, rows)
 
-    def refuse(self, ranks: Ranks) -> None:
+    def send_error_sentinel(self, ranks: Ranks) -> None:
         """There is no exchange that tells the others: they wait for this rank until their time limit."""
         self.interrupt()
 
@@ -193,8 +193,8 @@ class PeerMemory:
         if capacity >= 2**31:
             fail(ValueError, OP, "rows", f"{worst}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
         needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
-        needs += [max(places_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
-        has = [0] * 3 if self.room is None else [end - start for start, end in pairwise(self.room.starts)]
+        needs += [max(offsets_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
+        has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]
         if any(need > size for need, size in zip(needs, has, strict=True)):
             if capturing:
                 got, allowed = "a call that needs more than any before, in a graph", "allowed: outside of the capture"
@@ -202,8 +202,8 @@ class PeerMemory:
             if not new:
                 self._compare(op, shared)
             self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
-        if capturing and self.room is not None and not any(room is self.room for room in self.of_graphs):
-            self.of_graphs.append(self.room)  # the graph has its addresses
+        if capturing and self.buffer is not None and not any(buffer is self.buffer for buffer in self.of_graphs):
+            self.of_graphs.append(self.buffer)  # the graph has its addresses
         return capacity
 
     def _compare(self, op: str, shared: Mapping[str, Any]) -> None:
@@ -235,13 +235,13 @@ class PeerMemory:
         with self._on_device():
             shared = shared_memory(starts[-1], self.group)
         addresses = [of.data_ptr() for of in shared.of_rank]
-        self.room = Room(shared, torch.tensor(addresses, dtype=torch.int64, device=self.device), starts)
+        self.buffer = MappedBuffer(shared, torch.tensor(addresses, dtype=torch.int64, device=self.device), starts)
 
     @property
     def own(self) -> Tensor:
         """This rank's memory, uint8."""
-        assert self.room is not None
-        return self.room.shared.of_rank[self.rank]
+        assert self.buffer is not None
+        return self.buffer.shared.of_rank[self.rank]
 
     def counts(self, experts: int) -> Tensor:
         """(ranks, E) int32, of every rank."""
@@ -249,23 +249,23 @@ class PeerMemory:
 
     def starts(self, where: Where, capacity: int, parts: Sequence[Part]) -> list[int]:
         """The first byte of each part of a transfer of `capacity` rows, in the memory of every rank."""
-        assert self.room is not None
-        first = self.room.starts[1 + WHERE.index(where)]
-        return [first + at for at in places_of([capacity], parts)[:-1]]
+        assert self.buffer is not None
+        first = self.buffer.starts[1 + WHERE.index(where)]
+        return [first + at for at in offsets_of([capacity], parts)[:-1]]
 
     def views(self, where: Where, capacity: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
         """The parts of a transfer in this rank's memory."""
-        assert self.room is not None
-        return views_of(self.own[self.room.starts[1 + WHERE.index(where)] :], capacity, parts)
+        assert self.buffer is not None
+        return views_of(self.own[self.buffer.starts[1 + WHERE.index(where)] :], capacity, parts)
 
     def holds(self, x: Tensor) -> bool:
         """Whether x is in this memory."""
         return x.untyped_storage().data_ptr() == self.own.untyped_storage().data_ptr()
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Work that the current stream gets from now on starts when all ranks have ended theirs before this call."""
-        assert self.room is not None
-        meet(self.room.shared, self.timeout_ms)
+        assert self.buffer is not None
+        barrier(self.buffer.shared, self.timeout_ms)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()

@@ -18,21 +18,21 @@ from ...core_kernels.registry import OPS
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, counts_of_ranks
 from ..ops import direct as ops
-from ..ops.call import into
+from ..ops.call import call_out
 from ..ops.launch import dtype_name
 from ..ops.private import group_named
 from ..routing.weighted_combine import sum_slots
 from .schedule import BF16, Rows
 from .symmetric import zero_each
-from .transport import Leg, Legs, Part
+from .transport import Part, PlannedTransport, Transfer
 
 PROB = Part(1, torch.float32)
 
 
-class Planned:
-    """One call: a `Way`. It agrees on the counts; raises the error of this rank."""
+class PlannedExchange:
+    """One call: a `RowExchange`. It agrees on the counts; raises the error of this rank."""
 
-    def __init__(self, transport: Legs, request: Request) -> None:
+    def __init__(self, transport: PlannedTransport, request: Request) -> None:
         self.agreed, self.table = counts_of_ranks(request)
         rows = self.agreed.rows
         self.transport, self.alignment = transport, request.recipe.alignment
@@ -48,25 +48,25 @@ class Planned:
         return self.agreed.totals
 
     @contextmanager
-    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Trip"]:
-        with _ended_legs() as legs:
-            yield _Trip(self, legs, there, home, home.parts, lambda: self._leaving(x, there, weights))
+    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Pass"]:
+        with _abandon_on_error() as transfers:
+            yield _Pass(self, transfers, there, home, home.parts, lambda: self._leaving(x, there, weights))
 
     @contextmanager
     def backward(
         self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
-    ) -> Iterator["_Trip"]:
+    ) -> Iterator["_Pass"]:
         need_x, need_prob = needs
         parts = home.parts * need_x + [PROB] * need_prob
-        with _ended_legs() as legs:
+        with _abandon_on_error() as transfers:
             if weighted is None:
                 leaving, dprobs = self._leaving(dy.to(BF16), there, None), None
             else:
                 leaving, dprobs = self._weighted(dy, *weighted, there)
             del dy, weighted
-            trip = _Trip(self, legs, there, home, parts, lambda: leaving, dprobs)
-            trip.depart()
-            yield trip
+            exchange_pass = _Pass(self, transfers, there, home, parts, lambda: leaving, dprobs)
+            exchange_pass.depart()
+            yield exchange_pass
 
     def planned(self, leaving: Sequence[Tensor]) -> Exchange:
         """The host waits for the counts, in the forward."""
@@ -83,64 +83,64 @@ class Planned:
         if self.order is None:
             if rows.rounding is None and rows.dtype == x.dtype:
                 return (x,)
-            room = self._room(x.shape[0], parts)
-            rows.write(x, room)
-            return room
+            buffer = self._send_buffer(x.shape[0], parts)
+            rows.write(x, buffer)
+            return buffer
         token = torch.div(self.order, self.top_k, rounding_mode="floor")
-        room = self._room(self.order.shape[0], parts if weights is None else [*parts, PROB])
+        buffer = self._send_buffer(self.order.shape[0], parts if weights is None else [*parts, PROB])
         if rows.rounding is not None:
-            into(room[:2], OPS["permute_mx"], ops.quantize_row_packed(x, rows.rounding), token)
+            call_out(buffer[:2], OPS["permute_mx"], ops.quantize_row_packed(x, rows.rounding), token)
         else:
-            into(room[:1], OPS["permute_rows"], x, token)
+            call_out(buffer[:1], OPS["permute_rows"], x, token)
         if weights is not None:
-            into(room[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
-        return room
+            call_out(buffer[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
+        return buffer
 
     def _weighted(self, dy: Tensor, home: Tensor, probs: Tensor, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
         """The parts of the gradient's rows, and the gradient of the weights of the sum."""
         assert self.order is not None
         assert self.slots is not None
-        room = self._room(self.order.shape[0], rows.parts)
+        buffer = self._send_buffer(self.order.shape[0], rows.parts)
         operands = dy, home, self.slots, self.order, probs
         if rows.rounding is None:
-            *parts, dprobs = into(room, OPS["combine_bwd"], *operands)
+            *parts, dprobs = call_out(buffer, OPS["combine_bwd"], *operands)
         else:
-            *parts, dprobs = into(room, OPS["combine_bwd_row"], *operands, rounding=rows.rounding)
+            *parts, dprobs = call_out(buffer, OPS["combine_bwd_row"], *operands, rounding=rows.rounding)
         return tuple(parts), dprobs
 
-    def _room(self, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    def _send_buffer(self, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
         """The send buffer for the rows of this rank to the experts."""
         return self.transport.outgoing("experts", rows, parts, self.device)
 
 
-class _Trip:
-    """`legs`: the open transfers, to which the trip adds its own. parts: of the rows sent back; without parts no row is
-    sent back. leaving: makes the sent parts. dprobs: the gradient of the weights of a sum."""
+class _Pass:
+    """`transfers`: the open transfers, to which the pass adds its own. parts: of the rows sent back; without parts no
+    row is sent back. leaving: makes the sent parts. dprobs: the gradient of the weights of a sum."""
 
     def __init__(
-        self, of: Planned, legs: list[Leg], there: Rows, home: Rows, parts: list[Part],
+        self, of: PlannedExchange, transfers: list[Transfer], there: Rows, home: Rows, parts: list[Part],
         leaving: Callable[[], tuple[Tensor, ...]], dprobs: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self.of, self.legs, self.of_there, self.of_home = of, legs, there, home
+        self.of, self.transfers, self.of_there, self.of_home = of, transfers, there, home
         self.parts, self.leaving, self.dprobs = parts, leaving, dprobs
         self.chunks: tuple[Chunk, ...] = ()
-        self.back: Leg | None = None
+        self.back: Transfer | None = None
 
     def depart(self) -> None:
         """Open the transfers, clear the padding of the groups and send every chunk."""
         of, leaving = self.of, self.leaving()
         plan, transport = of.planned(leaving), of.transport
         self.plan, self.chunks = plan, plan.chunks
-        self.there = transport.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
-        self.legs.append(self.there)
+        self.there = transport.open_transfer("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
+        self.transfers.append(self.there)
         padding = [part[start:end] for part in self.there.received for start, end in plan.padding]
         if padding:
             zero_each(padding)
         self.there.send(range(len(plan.chunks)))
         if self.parts:
-            room = transport.outgoing("tokens", plan.operand_rows[of.rank], self.parts, of.device)
-            self.back = transport.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
-            self.legs.append(self.back)
+            buffer = transport.outgoing("tokens", plan.operand_rows[of.rank], self.parts, of.device)
+            self.back = transport.open_transfer("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, buffer)
+            self.transfers.append(self.back)
 
     def ends(self) -> list[Tensor]:
         return ends_of_chunks(self.plan, self.of.device)
@@ -152,11 +152,11 @@ class _Trip:
         others = parts[len(self.of_there.parts) :]
         return self.of_there.operand(parts), others[0].squeeze(1) if others else None
 
-    def room(self, chunk: int) -> tuple[Tensor, ...]:
+    def return_buffer(self, chunk: int) -> tuple[Tensor, ...]:
         rows = slice(self.chunks[chunk].start, self.chunks[chunk].end)
         return () if self.back is None else tuple(part[rows] for part in self.back.outgoing)
 
-    def kept(self, state: tuple) -> tuple:
+    def clone_if_in_buffer(self, state: tuple) -> tuple:
         return state
 
     def send_back(self, chunk: int) -> None:
@@ -201,14 +201,14 @@ class _Trip:
 
 
 @contextmanager
-def _ended_legs() -> Iterator[list[Leg]]:
+def _abandon_on_error() -> Iterator[list[Transfer]]:
     """A list for the opened transfers. An error ends them: a rank that skips the batch can open the next transfers."""
-    legs: list[Leg] = []
+    transfers: list[Transfer] = []
     try:
-        yield legs
+        yield transfers
     except Exception:
-        for leg in legs:
-            leg.abandon()
+        for transfer in transfers:
+            transfer.abandon()
         raise
 
 

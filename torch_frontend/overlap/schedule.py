@@ -10,8 +10,8 @@ is sent to the row's offset at the sender. Nothing is permuted after an exchange
 sends the gradients of outputs to the experts by chunk, and the gradients of inputs back by chunk. The gradients of
 weights are computed during the last transfers.
 
-A `Way` sends the rows: to offsets that the host plans (planned_exchange.py), or by kernels that write and read the
-memory of peers (peer_exchange.py). The result and all gradients have the same bytes as from `dispatch`, experts and
+A `RowExchange` sends the rows: to offsets that the host plans (planned_exchange.py), or by kernels that write and read
+the memory of peers (peer_exchange.py). The result and all gradients have the same bytes as from `dispatch`, experts and
 `combine` without overlap.
 """
 
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.policy.exchange import Chunk
-from ...core_kernels.policy.recipe import LegName, Recipe
+from ...core_kernels.policy.recipe import Recipe, TransferName
 from ...core_kernels.registry import OPS
-from ..ops.call import into
+from ..ops.call import call_out
 from ..ops.differentiable import differentiable, save, saved_by
 from ..ops.mx_tensor import MXTensor, dequantized
 from .transport import Part
@@ -74,7 +74,7 @@ class Rows(NamedTuple):
     rounding: int | None
 
     @classmethod
-    def of(cls, recipe: Recipe, name: LegName, width: int, dtype: torch.dtype) -> "Rows":
+    def of(cls, recipe: Recipe, name: TransferName, width: int, dtype: torch.dtype) -> "Rows":
         return cls(width, dtype, int(recipe.rounding) if recipe.sends_mx(name) else None)
 
     @property
@@ -87,15 +87,15 @@ class Rows(NamedTuple):
         """The rows in these parts, of which the others are ignored."""
         return parts[0] if self.rounding is None else MXTensor(parts[0], parts[1], self.dtype)
 
-    def write(self, x: Tensor, room: Sequence[Tensor]) -> None:
-        """Write x to `room` as the transfer sends it, unless x is there already. Later parts are not written."""
+    def write(self, x: Tensor, buffer: Sequence[Tensor]) -> None:
+        """Write x to `buffer` as the transfer sends it, unless x is there already. Later parts are not written."""
         if self.rounding is not None:
-            into(tuple(room[:2]), OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
-        elif room[0].data_ptr() != x.data_ptr():
-            room[0].copy_(x)
+            call_out(tuple(buffer[:2]), OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
+        elif buffer[0].data_ptr() != x.data_ptr():
+            buffer[0].copy_(x)
 
 
-class Trip(Protocol):
+class ExchangePass(Protocol):
     """Rows to the experts and rows of the experts home, once, a chunk of experts at a time."""
 
     @property
@@ -113,11 +113,11 @@ class Trip(Protocol):
         """The rows of a chunk, for work that the current stream gets from now on, and their weights."""
         ...
 
-    def room(self, chunk: int) -> tuple[Tensor, ...]:
+    def return_buffer(self, chunk: int) -> tuple[Tensor, ...]:
         """Memory for the rows of the chunk on their way home, and for the gradients of their weights."""
         ...
 
-    def kept(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+    def clone_if_in_buffer(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the backward of a chunk reads, in memory that lasts until then; before the chunk is sent back."""
         ...
 
@@ -136,20 +136,22 @@ class Trip(Protocol):
         ...
 
 
-class Way(Protocol):
-    """Sends the rows of one call, forward and backward; an error within the block ends the `Trip`. totals: (E,) rows of
-    all ranks per expert."""
+class RowExchange(Protocol):
+    """Sends the rows of one call, forward and backward; an error within the block ends the `ExchangePass`. totals: (E,)
+    rows of all ranks per expert."""
 
     @property
     def totals(self) -> Tensor: ...
 
-    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> AbstractContextManager[Trip]:
+    def forward(
+        self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows
+    ) -> AbstractContextManager[ExchangePass]:
         """x, with their weights if the experts weight the rows."""
         ...
 
     def backward(
         self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
-    ) -> AbstractContextManager[Trip]:
+    ) -> AbstractContextManager[ExchangePass]:
         """The gradient of the sums. weighted: what the gradient of a weighted sum reads, and its weights. needs:
         whether the gradients of the rows, and of the experts' weights for the rows, are sent back."""
         ...
@@ -158,14 +160,14 @@ class Way(Protocol):
 class Overlap(NamedTuple):
     """One call. width: of the experts' rows. prob_inside: the experts weight their rows, else the sum does."""
 
-    way: Way
+    exchange: RowExchange
     recipe: Recipe
     experts: Experts
     width: int
     out_dtype: torch.dtype
     prob_inside: bool
 
-    def rows(self, name: LegName, width: int, dtype: torch.dtype) -> Rows:
+    def rows(self, name: TransferName, width: int, dtype: torch.dtype) -> Rows:
         return Rows.of(self.recipe, name, width, dtype)
 
 
@@ -176,21 +178,21 @@ class _Overlapped(torch.autograd.Function):
         inside, home, saved = call.prob_inside, call.rows("combine", call.width, BF16), []
         needs = need_x, need_probs and inside, *need_parameters
         there = call.rows("dispatch", x.shape[1], x.dtype)
-        with call.way.forward(x, probs if inside else None, there, home) as trip:
+        with call.exchange.forward(x, probs if inside else None, there, home) as exchange_pass:
             experts = call.experts.quantized(parameters, needs)
-            trip.depart()
-            ends, no_prob = trip.ends(), torch.empty(0, dtype=torch.float32, device=x.device)
-            for c, chunk in enumerate(trip.chunks):
-                rows, prob = trip.operands(c)
-                room, local = trip.room(c), [_part(p, chunk) for p in parameters]
-                place = room[0] if home.rounding is None else None
+            exchange_pass.depart()
+            ends, no_prob = exchange_pass.ends(), torch.empty(0, dtype=torch.float32, device=x.device)
+            for c, chunk in enumerate(exchange_pass.chunks):
+                rows, prob = exchange_pass.operands(c)
+                buffer, local = exchange_pass.return_buffer(c), [_part(p, chunk) for p in parameters]
+                out_buffer = buffer[0] if home.rounding is None else None
                 prob = no_prob if prob is None else prob
-                out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, place)
-                home.write(out, room)
-                saved.append(trip.kept(state))
-                trip.send_back(c)
+                out, state = experts.forward(chunk, rows, prob, ends[c], local, needs, out_buffer)
+                home.write(out, buffer)
+                saved.append(exchange_pass.clone_if_in_buffer(state))
+                exchange_pass.send_back(c)
             weights = None if inside or probs is None else probs.contiguous()
-            y, rows = trip.sums(call.out_dtype, weights)
+            y, rows = exchange_pass.sums(call.out_dtype, weights)
         save(ctx, (tuple(saved), None if weights is None else (rows, weights)))
         ctx.call, ctx.needs, ctx.dim = call, needs, x.shape[1]
         ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
@@ -203,21 +205,21 @@ class _Overlapped(torch.autograd.Function):
         saved, weighted = saved_by(ctx)
         there = call.rows("combine_grad", call.width, BF16)
         home, steps = call.rows("dispatch_grad", ctx.dim, ctx.dtypes[0]), []
-        travel = there, home, (need_x, need_prob)
-        with call.way.backward(dequantized(grads[0]).contiguous(), weighted, *travel) as trip:
-            for c in range(len(trip.chunks)):
-                dout, _ = trip.operands(c)
+        transfers = there, home, (need_x, need_prob)
+        with call.exchange.backward(dequantized(grads[0]).contiguous(), weighted, *transfers) as exchange_pass:
+            for c in range(len(exchange_pass.chunks)):
+                dout, _ = exchange_pass.operands(c)
                 step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
-                room = trip.room(c)
-                dx, dprob = step.inputs(room[0] if need_x and home.rounding is None else None)
+                buffer = exchange_pass.return_buffer(c)
+                dx, dprob = step.inputs(buffer[0] if need_x and home.rounding is None else None)
                 if dx is not None:
-                    home.write(dx, room)
+                    home.write(dx, buffer)
                 if dprob is not None and need_prob:
-                    room[-1].copy_(dprob.reshape(-1, 1))
-                trip.send_back(c)
+                    buffer[-1].copy_(dprob.reshape(-1, 1))
+                exchange_pass.send_back(c)
                 steps.append(step)
-            of_weights = lambda: _weight_gradients(ctx, trip.chunks, steps, grads[0].device)  # noqa: E731
-            dx, dprobs, weights = trip.gradients((need_x, need_prob), of_weights)
+            of_weights = lambda: _weight_gradients(ctx, exchange_pass.chunks, steps, grads[0].device)  # noqa: E731
+            dx, dprobs, weights = exchange_pass.gradients((need_x, need_prob), of_weights)
         return dx, dprobs, None, *weights
 
 

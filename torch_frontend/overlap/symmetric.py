@@ -35,7 +35,7 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Shared:
     return Shared(of_rank, handle)
 
 
-def meet(memory: Shared, timeout_ms: int) -> None:
+def barrier(memory: Shared, timeout_ms: int) -> None:
     """A barrier of the group in the current stream: a kernel, which ends with an error after `timeout_ms`."""
     memory.handle.barrier(channel=0, timeout_ms=timeout_ms)
 

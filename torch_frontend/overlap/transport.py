@@ -1,7 +1,7 @@
 """The protocol of transfers: the rows of an exchange are sent to offsets that the host has planned.
 
     outgoing = transport.outgoing(...)          the send buffer of this rank
-    transfer = transport.leg(..., outgoing)     transfer.received: the receive buffer
+    transfer = transport.open_transfer(..., outgoing)     transfer.received: the receive buffer
     transfer.send(range(c, d))                  sends the rows of chunks when the current stream has written the rows
     transfer.wait(c)                            the current stream waits until chunk c of transfer.received is written
     transfer.abandon()                          after an error: the next transfer can be opened
@@ -38,7 +38,7 @@ class Part(NamedTuple):
     dtype: torch.dtype
 
 
-class Leg(Protocol):
+class Transfer(Protocol):
     """The rows of one exchange in one direction. outgoing, received: a tensor per part; rows of `received` that no rank
     fills are uninitialized."""
 
@@ -53,7 +53,7 @@ class Leg(Protocol):
         ...
 
 
-class Legs(Protocol):
+class PlannedTransport(Protocol):
     """A transport that opens transfers between the ranks of `group`.
 
     chunk_bytes: a chunk of experts has about so many bytes of rows, so that the device works on it longer than the host
@@ -68,16 +68,16 @@ class Legs(Protocol):
         rows are sent without a copy. The current stream may write to the buffer after this call."""
         ...
 
-    def leg(
+    def open_transfer(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
-    ) -> Leg:  # fmt: skip
+    ) -> Transfer:  # fmt: skip
         """A transfer to the experts' operands or to the tokens. steps: of the chunks. sent, received: rows of each
         rank. outgoing: the rows of this rank; from `outgoing`, or any other tensors."""
         ...
 
 
-def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
+def find_group(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
     """The process group; raises TypeError and ValueError if there is none."""
     name = name_of(op, "group", group)
     if not name:
@@ -85,24 +85,24 @@ def group_of(op: str, group: "str | dist.ProcessGroup | None") -> dist.ProcessGr
     return group_named(name)
 
 
-def milliseconds(op: str, timeout: timedelta) -> int:
+def to_milliseconds(op: str, timeout: timedelta) -> int:
     """The limit of a wait on a GPU; raises ValueError unless it is a timedelta of a millisecond or more."""
     if not isinstance(timeout, timedelta) or timeout < timedelta(milliseconds=1):
         fail(ValueError, op, "timeout", repr(timeout), "allowed: a timedelta of a millisecond or more")
     return int(timeout / timedelta(milliseconds=1))
 
 
-def rows_of_parts(rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
+def allocate_rows(rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
     """Uninitialized rows."""
     return tuple(torch.empty((rows, part.width), dtype=part.dtype, device=device) for part in parts)
 
 
-def arriving(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
+def allocate_received(outgoing: Sequence[Tensor], rows: int) -> tuple[Tensor, ...]:
     """An uninitialized receive buffer for `rows` rows of the sent parts."""
     return tuple(part.new_empty((rows, part.shape[1])) for part in outgoing)
 
 
-def places_of(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
+def offsets_of(rows: Sequence[int], parts: Sequence[Part]) -> list[int]:
     """The first byte of each part in a buffer of at most so many rows, and the end of the last part."""
     sizes = [-(-max(rows) * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
     return list(accumulate(sizes, initial=0))
@@ -113,5 +113,5 @@ def views_of(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, 
     sizes = [rows * part.width * part.dtype.itemsize for part in parts]
     return tuple(
         memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
-        for at, nbytes, part in zip(places_of([rows], parts), sizes, parts, strict=False)
+        for at, nbytes, part in zip(offsets_of([rows], parts), sizes, parts, strict=False)
     )

@@ -42,7 +42,7 @@ from .grouped_mm import ends_by_hand
 from .groups import GroupEnds
 from .products import ProductOptions, bias_gradient, bias_row_products
 from .swiglu import row_probabilities
-from .weights import Cached, Weights, along_n, check_ffn_weights, for_call, outlives_forward
+from .weights import Cached, Weights, along_n, check_ffn_weights, outlives_forward, quantize_for_call
 
 BF16 = torch.bfloat16
 Bias = Tensor | None
@@ -128,7 +128,7 @@ class Again(NamedTuple):
 
     weights: tuple[Tensor, Tensor]
     biases: tuple[Bias, Bias]
-    held: tuple[Cached, Cached]
+    cached: tuple[Cached, Cached]
 
 
 class FFNSaved(NamedTuple):
@@ -146,22 +146,22 @@ class FFNSaved(NamedTuple):
     again: Again | None
 
 
-def weight_operands(call: FFNCall, weights: Sequence[Tensor], held: Sequence[Cached]) -> list[WeightOperands]:
-    """`for_call` of w1, w3 and w2; with `recompute`, unless held, along K alone, for the forward."""
+def weight_operands(call: FFNCall, weights: Sequence[Tensor], cached: Sequence[Cached]) -> list[WeightOperands]:
+    """`quantize_for_call` of w1, w3 and w2; with `recompute`, unless cached, along K alone, for the forward."""
     needs = [need and call.save_bytes and not call.recompute for need in (call.needs.x, call.needs.x, call.needs.dh)]
-    return [for_call(w, h, call.options.form, need) for w, h, need in zip(weights, held, needs, strict=True)]
+    return [quantize_for_call(w, h, call.options.form, need) for w, h, need in zip(weights, cached, needs, strict=True)]
 
 
 def ffn_forward(
-    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Biases, held: Sequence[Cached],
+    call: FFNCall, x: Tensor, weights: Sequence[Tensor], prob: Tensor, biases: Biases, cached: Sequence[Cached],
     group_ends: Tensor, out: Tensor | None = None,
 ) -> tuple[Tensor, FFNSaved]:  # fmt: skip
-    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights and held are of w1, w3,
+    """Return (P, D), written to `out` if there is one, and what `FFNBackward` reads. weights and cached are of w1, w3,
     w2."""
     needs, again, form = call.needs, call.recompute, call.options.form
     prob, (b1, b3, b2) = prob.contiguous(), biases
     rows, tokens = call.activation(x, None if again else group_ends)
-    w1, w3, w2 = weight_operands(call, weights, held)
+    w1, w3, w2 = weight_operands(call, weights, cached)
     gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3)
     h = form.hidden(Glu(gate, up, prob, call.numbers))
     saved = FFNSaved(
@@ -173,14 +173,14 @@ def ffn_forward(
         gate=None if again else gate,
         up=None if again else up,
         b2=b2 if needs.prob else None,
-        again=_again(weights, biases, held) if again else None,
+        again=_again(weights, biases, cached) if again else None,
     )
     added = None if b2 is None else AddedBias(b2, prob if call.weighted else None)
     return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
 
 
-def _again(weights: Sequence[Tensor], biases: Biases, held: Sequence[Cached]) -> Again:
-    bytes1, bytes3 = (h if h and h.along_n else None for h in held[:2])
+def _again(weights: Sequence[Tensor], biases: Biases, cached: Sequence[Cached]) -> Again:
+    bytes1, bytes3 = (h if h and h.along_n else None for h in cached[:2])
     return Again((weights[0], weights[1]), (biases.b1, biases.b3), (bytes1, bytes3))
 
 
@@ -205,10 +205,10 @@ class FFNBackward:
 
     def _gate_and_up(self, again: Again) -> tuple[Tensor, Tensor]:
         """gate and up again; x as weight gradients read it, and w1 and w3 along N."""
-        (w1, w3), (b1, b3), (held1, held3) = again
+        (w1, w3), (b1, b3), (cached1, cached3) = again
         rows, tokens = self.call.activation(self.x, self.group_ends)
-        gate = for_call(w1, held1, self.form, self.call.needs.x)
-        up = for_call(w3, held3, self.form, self.call.needs.x)
+        gate = quantize_for_call(w1, cached1, self.form, self.call.needs.x)
+        up = quantize_for_call(w3, cached3, self.form, self.call.needs.x)
         self.x, self.in_weights = tokens or self.x, (gate.along_n or w1, up.along_n or w3)
         return self.form.mm_pair(rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3)
 
@@ -270,10 +270,10 @@ class _SwiGLUFFN(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, prob: Tensor,
-        b1: Bias, b3: Bias, b2: Bias, held: tuple[Cached, Cached, Cached], group_ends: Tensor, call: FFNCall,
+        b1: Bias, b3: Bias, b2: Bias, cached: tuple[Cached, Cached, Cached], group_ends: Tensor, call: FFNCall,
     ) -> Tensor:  # fmt: skip
         call = call._replace(needs=FFNNeeds._make(ctx.needs_input_grad[:8]))
-        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, Biases(b1, b3, b2), held, group_ends)
+        out, saved = ffn_forward(call, x, (w1, w3, w2), prob, Biases(b1, b3, b2), cached, group_ends)
         save(ctx, saved)
         ctx.dtypes, ctx.call = (x.dtype, w1.dtype, w3.dtype, w2.dtype), call
         return out
@@ -366,14 +366,14 @@ def swiglu_ffn(
 ) -> Tensor:
     """`grouped_swiglu_ffn` in the name of `op`. known: of `check_group_ends`."""
     check_floats(op, "x", x)
-    values, held, (b1, b3, b2) = check_ffn_weights(op, "x", x, weights, biases, options.recipe)
+    values, cached, (b1, b3, b2) = check_ffn_weights(op, "x", x, weights, biases, options.recipe)
     weighted, prob = prob is not None, row_probabilities(op, prob, x)
     check_devices(op, "x", x.device, prob=prob)
     call = ffn_call(op, values, x.device, weighted, options)
     remedy = "pass pad_token_groups=True" if call.options.whole_blocks else None
     group_ends = check_group_ends(op, "group_ends", group_ends, x, values[0].shape[0], "x", "w1", remedy, known)
     w1, w3, w2 = values
-    return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, held, group_ends, call)
+    return _swiglu_ffn(x, w1, w3, w2, prob, b1, b3, b2, cached, group_ends, call)
 
 
 def ffn_call(op: str, weights: Sequence[Tensor], device: torch.device, weighted: bool, options: FFNOptions) -> FFNCall:

@@ -43,10 +43,10 @@ from .weights import (
     Weights,
     along_n,
     check_weights,
-    for_call,
     format_of,
     is_transpose,
     outlives_forward,
+    quantize_for_call,
     values_and_cached,
 )
 
@@ -78,12 +78,18 @@ class MMSaved(NamedTuple):
 
 
 def mm_forward(
-    call: MMCall, x: Tensor, w: Tensor, bias: Tensor | None, held: Cached, group_ends: Tensor, out: Tensor | None = None
+    call: MMCall,
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    cached: Cached,
+    group_ends: Tensor,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, MMSaved]:
     """Return (M, N), written to `out` if there is one, and what `MMBackward` reads."""
     needs, form = call.needs, call.options.form
     rows, tokens = form.activation(x, group_ends if call.options.whole_blocks else None)
-    w_k, w_n = for_call(w, held, form, needs.x and outlives_forward(w))
+    w_k, w_n = quantize_for_call(w, cached, form, needs.x and outlives_forward(w))
     saved = MMSaved((tokens or x) if needs.w else None, w_n or w if needs.x else None, group_ends)
     return form.mm(rows, w_k, group_ends, call.out_dtype, None if bias is None else AddedBias(bias), out), saved
 
@@ -110,25 +116,25 @@ class MMBackward:
 
     def weights(self, out: Sequence[Tensor | None] = (None,)) -> tuple[Tensor | None, ...]:
         """The gradients of w, written to the first of `out` if there is one, and of bias."""
-        needs, dw, place = self.call.needs, None, out[0]
+        needs, dw, buffer = self.call.needs, None, out[0]
         if needs.w:
             groups = self.call.options.token_groups(self.group_ends, self.dout.shape[0])
             dout, x = self.form.tokens(self.tokens, groups), self.form.tokens(self.x, groups)
             if self.call.transposed:  # in memory as the weights are
-                dw = self.form.wgrad(x, dout, groups.ends, self.dtypes[1], None if place is None else place.mT).mT
+                dw = self.form.wgrad(x, dout, groups.ends, self.dtypes[1], None if buffer is None else buffer.mT).mT
             else:
-                dw = self.form.wgrad(dout, x, groups.ends, self.dtypes[1], place)
+                dw = self.form.wgrad(dout, x, groups.ends, self.dtypes[1], buffer)
         return dw, bias_gradient(self.dout, self.group_ends) if needs.bias else None
 
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, held: Cached, group_ends: Tensor, call: MMCall
+        ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, cached: Cached, group_ends: Tensor, call: MMCall
     ) -> Tensor:
         needs = MMNeeds._make(ctx.needs_input_grad[:3])
         ctx.call, ctx.dtypes = call._replace(needs=needs, transposed=is_transpose(w)), (x.dtype, w.dtype)
-        out, saved = mm_forward(ctx.call, x, w, bias, held, group_ends)
+        out, saved = mm_forward(ctx.call, x, w, bias, cached, group_ends)
         save(ctx, saved)
         return out
 
@@ -264,7 +270,7 @@ def checked_grouped_mm(
     op = names.op
     check_floats(op, names.x, x)
     check_weights(op, names.w, w, format_of(recipe, x.device), recipe.rounding)
-    values, held = values_and_cached(w)
+    values, cached = values_and_cached(w)
     out_dtype = out_dtype_of(op, out_dtype)
     groups, n, k = values.shape
     if x.shape[1] != k:
@@ -286,4 +292,4 @@ def checked_grouped_mm(
     group_ends = check_group_ends(op, *of_ends, f"pass {names.pad}=True" if options.whole_blocks else None, known)
     if bias is not None:
         bias = check_bias(op, "bias", bias, groups, n, values.device)
-    return _grouped_mm(x, values, bias, held, group_ends, MMCall(options, out_dtype))
+    return _grouped_mm(x, values, bias, cached, group_ends, MMCall(options, out_dtype))

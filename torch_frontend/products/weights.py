@@ -180,12 +180,12 @@ def values_and_cached(w: Weights) -> tuple[Tensor, Cached]:
 def check_ffn_weights(
     op: str, name: str, x: Tensor, weights: Sequence[Weights], biases: Sequence[Tensor | None], recipe: Recipe
 ) -> tuple[tuple[Tensor, ...], tuple[Cached, ...], tuple[Tensor | None, ...]]:
-    """Values and held operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and the
-    rows of x, named `name`."""
+    """Values and cached operands of w1, w3, w2, and b1, b3, b2 as (G, N) fp32; raises unless they fit each other and
+    the rows of x, named `name`."""
     form = format_of(recipe, x.device)
     for of, w in zip(("w1", "w3", "w2"), weights, strict=True):
         check_weights(op, of, w, form, recipe.rounding)
-    (w1, w3, w2), held = zip(*map(values_and_cached, weights), strict=True)
+    (w1, w3, w2), cached = zip(*map(values_and_cached, weights), strict=True)
     groups, f, d = w1.shape
     if x.shape[1] != d:
         fail(ValueError, op, name, f"shape {tuple(x.shape)}", f"allowed: (P, {d}), the D of w1 (G, F, D)")
@@ -201,7 +201,7 @@ def check_ffn_weights(
     check_devices(op, name, x.device, w1=w1, w3=w3, w2=w2)
     sizes = zip(("b1", "b3", "b2"), biases, (f, f, d), strict=True)
     biases = tuple(b if b is None else check_bias(op, of, b, groups, n, x.device) for of, b, n in sizes)
-    return (w1, w3, w2), held, biases
+    return (w1, w3, w2), cached, biases
 
 
 def outlives_forward(w: Tensor) -> bool:
@@ -221,10 +221,10 @@ def is_transpose(w: Tensor) -> bool:
     return not w.is_contiguous() and w.mT.is_contiguous()
 
 
-def for_call(w: Tensor, held: Cached, form: Format, both: bool) -> WeightOperands:
-    """The operands of w. The second is None unless w is held or `both` is set and the form quantizes."""
-    if held is not None and held.along_k is not None:
-        return held
+def quantize_for_call(w: Tensor, cached: Cached, form: Format, both: bool) -> WeightOperands:
+    """The operands of w. The second is None unless w is cached or `both` is set and the form quantizes."""
+    if cached is not None and cached.along_k is not None:
+        return cached
     transposed = is_transpose(w)
     if not both or not form.quantizes:
         return WeightOperands(form.along_n(w.mT) if transposed else form.along_k(w))

@@ -261,7 +261,7 @@ def check_selection_bias(op: str, bias: Tensor, shape: tuple[Any, ...], device: 
     return bias
 
 
-def chosen_outside(
+def external_routing(
     op: str, x: Tensor, num_experts: int, experts: Tensor | None, weights: Tensor | None
 ) -> Routing | None:
     """Experts and weights that the caller of a layer has chosen, or None without both; x (..., D). shares are zeros.

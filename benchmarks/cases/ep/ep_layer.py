@@ -14,7 +14,7 @@ import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, grouped_swiglu_ffn
-from mxep.torch_frontend.overlap.expert_parallel import Transport, exchange_over
+from mxep.torch_frontend.overlap.expert_parallel import Transport, choose_exchange
 from mxep.torch_frontend.overlap.local_experts import FFNExperts
 from mxep.torch_frontend.products.ffn import ffn_call
 from torch import Tensor
@@ -77,7 +77,7 @@ def work(
 
     def over(transport: Transport | None) -> Callable[[], Tensor]:
         def forward() -> Tensor:
-            moe.experts.exchange = exchange_over(transport)
+            moe.experts.exchange = choose_exchange(transport)
             return moe(x)[0]
 
         return forward

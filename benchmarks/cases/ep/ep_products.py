@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.exchange import plan_exchange
-from mxep.core_kernels.policy.recipe import LegName, Recipe
+from mxep.core_kernels.policy.recipe import Recipe, TransferName
 from mxep.torch_frontend import MXTensor, ops
 from mxep.torch_frontend.overlap.planned_exchange import ends_of_chunks
 from mxep.torch_frontend.overlap.schedule import Experts
@@ -51,10 +51,10 @@ class Products:
         """The saved tensors for the backward."""
         saved, experts = [], self.experts.quantized(self.parameters, self.needs)
         for c, chunk in enumerate(self.plan.chunks):
-            x, room = self._chunk(self.rows, chunk.start, chunk.end), self.out[chunk.start : chunk.end]
+            x, buffer = self._chunk(self.rows, chunk.start, chunk.end), self.out[chunk.start : chunk.end]
             prob = self.prob[chunk.start : chunk.end] if len(self.prob) else self.prob
             local = [p if p is None else p[chunk.first : chunk.last] for p in self.parameters]
-            saved.append(experts.forward(chunk, x, prob, self.ends[c], local, self.needs, room)[1])
+            saved.append(experts.forward(chunk, x, prob, self.ends[c], local, self.needs, buffer)[1])
         return saved
 
     def backward(self, saved: Sequence[tuple[Any, ...]]) -> None:
@@ -66,8 +66,8 @@ class Products:
         for chunk in self.plan.chunks:
             steps.pop(0).weights([None if dw is None else dw[chunk.first : chunk.last] for dw in self.dw])
 
-    def _as_sent(self, x: Tensor, leg: LegName) -> tuple[Tensor, ...]:
-        return ops.quantize_row(x, int(self.recipe.rounding)) if self.recipe.sends_mx(leg) else (x,)
+    def _as_sent(self, x: Tensor, transfer: TransferName) -> tuple[Tensor, ...]:
+        return ops.quantize_row(x, int(self.recipe.rounding)) if self.recipe.sends_mx(transfer) else (x,)
 
     def _chunk(self, parts: tuple[Tensor, ...], start: int, end: int) -> Tensor:
         parts = tuple(part[start:end] for part in parts)

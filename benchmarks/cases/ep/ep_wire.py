@@ -1,7 +1,7 @@
 """The all-to-alls of a step without its GEMMs, and the GEMMs without the all-to-alls.
 
 `NoWire`    a transport that sends nothing: the same kernels run, on rows that no rank sent
-`travel`    the transfers that a step opened, over a real transport, without any work between them
+`run_transfers`  the transfers that a step opened, over a real transport, without any work between them
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.exchange import Step
 from mxep.torch_frontend import Collectives
-from mxep.torch_frontend.overlap.transport import CHUNK_BYTES, Legs, Part, Where, rows_of_parts
+from mxep.torch_frontend.overlap.transport import CHUNK_BYTES, Part, PlannedTransport, Where, allocate_rows
 from torch import Tensor
 
-LEGS = 4
+TRANSFERS = 4
 """Transfers of a step: to the experts and back to the tokens, in the forward and in the backward."""
 
 
-class OpenedLeg(NamedTuple):
+class OpenedTransfer(NamedTuple):
     """The arguments of one transfer; parts instead of its rows."""
 
     where: Where
@@ -31,22 +31,22 @@ class OpenedLeg(NamedTuple):
 
 
 class NoWire(Collectives):
-    """Received rows are memory with fixed values, and nothing waits. `legs`: the last four transfers."""
+    """Received rows are memory with fixed values, and nothing waits. `transfers`: the last four transfers."""
 
     def __init__(self, group: dist.ProcessGroup, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__(group, chunk_bytes=chunk_bytes)
-        self.legs: deque[OpenedLeg] = deque(maxlen=LEGS)
+        self.transfers: deque[OpenedTransfer] = deque(maxlen=TRANSFERS)
         self.rows: dict[tuple[object, ...], tuple[Tensor, ...]] = {}
 
     def outgoing(self, where: Where, rows: int, parts: Sequence[Part], device: torch.device) -> tuple[Tensor, ...]:
-        return rows_of_parts(rows, parts, device)
+        return allocate_rows(rows, parts, device)
 
-    def leg(
+    def open_transfer(
         self, where: Where, steps: Sequence[Step], sent: Sequence[int], received: Sequence[int],
         outgoing: tuple[Tensor, ...],
     ) -> "_Still":  # fmt: skip
         parts = [Part(part.shape[1], part.dtype) for part in outgoing]
-        self.legs.append(OpenedLeg(where, steps, sent, received, parts))
+        self.transfers.append(OpenedTransfer(where, steps, sent, received, parts))
         rows, device = received[self.group.rank()], outgoing[0].device
         key = where, rows, *parts
         if key not in self.rows:
@@ -80,15 +80,15 @@ class _Still:
         pass
 
 
-def travel(transport: Legs, legs: Sequence[OpenedLeg]) -> None:
+def run_transfers(transport: PlannedTransport, transfers: Sequence[OpenedTransfer]) -> None:
     """Send the rows of each transfer, one transfer after the other; the values do not matter."""
-    for where, steps, sent, received, parts in legs:
+    for where, steps, sent, received, parts in transfers:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        room = transport.outgoing(where, sent[transport.group.rank()], parts, device)
-        leg, chunks = transport.leg(where, steps, sent, received, room), range(len(steps))
+        buffer = transport.outgoing(where, sent[transport.group.rank()], parts, device)
+        transfer, chunks = transport.open_transfer(where, steps, sent, received, buffer), range(len(steps))
         if where == "experts":
-            leg.send(chunks)
+            transfer.send(chunks)
         for c in chunks if where == "tokens" else ():
-            leg.send(range(c, c + 1))
+            transfer.send(range(c, c + 1))
         for c in chunks:
-            leg.wait(c)
+            transfer.wait(c)

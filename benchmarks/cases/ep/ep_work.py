@@ -8,11 +8,11 @@ import torch.distributed as dist
 from mxep.torch_frontend.overlap.copy_engines import CopyEngines
 from mxep.torch_frontend.overlap.expert_parallel import Transport
 from mxep.torch_frontend.overlap.peer_memory import PeerMemory
-from mxep.torch_frontend.overlap.transport import Legs
+from mxep.torch_frontend.overlap.transport import PlannedTransport
 from torch import Tensor
 
 from ..case import Tensors
-from .ep_wire import NoWire, travel
+from .ep_wire import NoWire, run_transfers
 
 PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
 """The plain pipeline; the same with our GEMMs; ours without a transport."""
@@ -51,24 +51,24 @@ def stages_of(
     """The communication alone of each transport except `PeerMemory`, and the step without communication. without: the
     forward over `no_wire`."""
     step(without)
-    legs = list(no_wire.legs)  # of the forward, then of its backward
+    transfers = list(no_wire.transfers)  # of the forward, then of its backward
     stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
     stages["without a wire both"] = lambda: step(without)
     for name, of in transports.items():
         if isinstance(of, PeerMemory):
             continue
-        transport = cast(Legs, of)
-        stages[f"{name} wire forward"] = lambda t=transport: travel(t, legs[:2])
-        stages[f"{name} wire backward"] = lambda t=transport: travel(t, legs[2:])
+        transport = cast(PlannedTransport, of)
+        stages[f"{name} wire forward"] = lambda t=transport: run_transfers(t, transfers[:2])
+        stages[f"{name} wire backward"] = lambda t=transport: run_transfers(t, transfers[2:])
     return stages
 
 
 def held_nbytes(transport: Any) -> int:
     """The bytes of a transport's own memory on this rank, which torch's allocator does not count."""
     if isinstance(transport, PeerMemory):
-        return transport.room.starts[-1] if transport.room is not None else 0
-    boxes = transport.boxes.values() if isinstance(transport, CopyEngines) else ()
-    return sum(box.of_rank[transport.rank].nbytes for box in boxes if box is not None)
+        return transport.buffer.starts[-1] if transport.buffer is not None else 0
+    buffers = transport.buffers.values() if isinstance(transport, CopyEngines) else ()
+    return sum(buffer.of_rank[transport.rank].nbytes for buffer in buffers if buffer is not None)
 
 
 def check(work: Work) -> float:

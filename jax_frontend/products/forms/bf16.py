@@ -43,7 +43,7 @@ class BF16Form(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias)
         if isinstance(w, KN):
             return ops.grouped_mm_bf16_kn(rows, w.w, ends, out_dtype=dtype)
         return ops.grouped_mm_bf16(rows, w, ends, out_dtype=dtype)
@@ -51,11 +51,11 @@ class BF16Form(NamedTuple):
     def mm_sum(self, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array:
         if isinstance(w, KN):
             return ops.grouped_mm_bf16_kn_sum(rows, w.w, rows2, w2.w, ends, out_dtype=dtype)
-        return forms.sum_apart(self, rows, w, rows2, w2, ends, dtype)
+        return forms.sum_unfused(self, rows, w, rows2, w2, ends, dtype)
 
-    mm_pair, wgrad, wgrad_pair = forms.pair_apart, forms.wgrad_bf16, forms.wgrads_apart
+    mm_pair, wgrad, wgrad_pair = forms.pair_unfused, forms.wgrad_bf16, forms.wgrads_unfused
     tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
-    gradient, swiglu_backward = forms.gradient_apart, forms.swiglu_apart
+    gradient, swiglu_backward = forms.gradient_unfused, forms.swiglu_unfused
 
 
 FORM: FormatType = BF16Form

@@ -48,16 +48,16 @@ class BlockForm(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias)
         return ops.grouped_mm_blockwise(rows.q, rows.sf, w.q, w.sf, ends, out_dtype=dtype)
 
     @property
     def _power_of_two(self) -> bool:
         return self.name == "block_power_of_two"
 
-    mm_pair, mm_sum, wgrad = forms.pair_apart, forms.sum_apart, forms.wgrad_bf16
+    mm_pair, mm_sum, wgrad = forms.pair_unfused, forms.sum_unfused, forms.wgrad_bf16
     tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
-    wgrad_pair, gradient, swiglu_backward = forms.wgrads_apart, forms.gradient_apart, forms.swiglu_apart
+    wgrad_pair, gradient, swiglu_backward = forms.wgrads_unfused, forms.gradient_unfused, forms.swiglu_unfused
 
 
 FORM: FormatType = BlockForm

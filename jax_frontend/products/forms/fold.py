@@ -33,7 +33,7 @@ def folded_mm(form: Format, rows: Folded, w: Folded, ends: jax.Array, dtype: Any
     if bias is None:
         return ops.grouped_mm_fold(*rows, *w, ends, out_dtype=dtype)
     if bias.row_weights is not None:
-        return forms.bias_apart(form, rows, w, ends, dtype, bias)
+        return forms.bias_unfused(form, rows, w, ends, dtype, bias)
     return ops.grouped_mm_fold_bias(*rows, *w, bias.values, ends, out_dtype=dtype)
 
 
@@ -41,7 +41,7 @@ def folded_pair(
     form: Format, rows: Folded, w: Folded, w2: Folded, ends: jax.Array, bias: Maybe, bias2: Maybe
 ) -> tuple[jax.Array, jax.Array]:
     if bias is not None or bias2 is not None:
-        return forms.pair_apart(form, rows, w, w2, ends, bias, bias2)
+        return forms.pair_unfused(form, rows, w, w2, ends, bias, bias2)
     return ops.grouped_mm_fold_pair(*rows, *w, *w2, ends, out_dtype="bfloat16")
 
 
@@ -117,7 +117,7 @@ class FoldForm(NamedTuple):
 
     def swiglu_backward(self, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
         if gradient_op(self.name, self.wgrad_mx, Needs(True, True, need_values, True)) == "swiglu_bwd":
-            return forms.swiglu_apart(self, dh, glu, ends, need_values)
+            return forms.swiglu_unfused(self, dh, glu, ends, need_values)
         values = glu.gradient(dh)[:2] if need_values else (None, None)
         gate, up, prob, numbers = glu
         *found, dprob = ops.swiglu_bwd_fold(dh, gate, up, prob, ends, self.rounding, False, *numbers)
@@ -133,7 +133,7 @@ class FoldForm(NamedTuple):
         self, dout: Any, dout2: Any, x: Any, ends: jax.Array, dtypes: Sequence[Any]
     ) -> tuple[jax.Array, jax.Array]:
         if not self.wgrad_mx or dtypes[0] != dtypes[1]:
-            return forms.wgrads_apart(self, dout, dout2, x, ends, dtypes)
+            return forms.wgrads_unfused(self, dout, dout2, x, ends, dtypes)
         return ops.grouped_wgrad_fold_pair(*dout, *x, *dout2, ends, out_dtype=dtypes[0])
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum

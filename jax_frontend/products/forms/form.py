@@ -6,7 +6,7 @@
 
 A form is one object, the FORM of a file of this folder. It makes the operands of a recipe's products and multiplies
 them; nothing else asks what an operand is. `weights.format_of` finds it. A kernel that computes less than a method is
-called more often: the functions below that end with _apart. This code runs below autodiff: no checks, no gradients.
+called more often: the functions below that end with _unfused. This code runs below autodiff: no checks, no gradients.
 A form is a static argument of the programs that it is traced into.
 """
 
@@ -157,7 +157,7 @@ def bf16_tokens(form: Format, x: Any, ends: jax.Array) -> jax.Array:
     return as_bf16(x)
 
 
-def gradient_apart(form: Format, dout: Any, ends: jax.Array) -> Operands:
+def gradient_unfused(form: Format, dout: Any, ends: jax.Array) -> Operands:
     return Operands(form.rows(dout), form.tokens(dout, ends))
 
 
@@ -165,14 +165,14 @@ def wgrad_bf16(form: Format, dout: jax.Array, x: jax.Array, ends: jax.Array, dty
     return ops.grouped_wgrad_bf16(dout, x, ends, out_dtype=dtype)
 
 
-def swiglu_apart(form: Format, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
+def swiglu_unfused(form: Format, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
     """dgate and dup in bf16, which are operands along the tokens too."""
     dgate, dup, dprob = glu.gradient(dh)
     gate, up = (Operands(d, form.tokens(d, ends)) for d in (dgate, dup))
     return SwiGLUGradient(gate, up, glu.hidden(), dprob, (dgate, dup))
 
 
-def bias_apart(form: Format, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: AddedBias) -> jax.Array:
+def bias_unfused(form: Format, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: AddedBias) -> jax.Array:
     """The bias is added to the fp32 sums of a kernel."""
     sums = form.mm(rows, w, ends, "float32")
     added = bias_of_rows(bias.values, ends, sums.shape[0])
@@ -189,19 +189,19 @@ def bias_of_rows(bias: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(bias, ((0, 1), (0, 0)))[group]
 
 
-def pair_apart(
+def pair_unfused(
     form: Format, rows: Any, w: Any, w2: Any, ends: jax.Array, bias: Maybe, bias2: Maybe
 ) -> tuple[jax.Array, jax.Array]:
     first = form.mm(rows, w, ends, "bfloat16", None if bias is None else AddedBias(bias))
     return first, form.mm(rows, w2, ends, "bfloat16", None if bias2 is None else AddedBias(bias2))
 
 
-def sum_apart(form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array:
+def sum_unfused(form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array:
     first = form.mm(rows, w, ends, "float32")
     return rounded(first + form.mm(rows2, w2, ends, "float32"), dtype)
 
 
-def wgrads_apart(
+def wgrads_unfused(
     form: Format, dout: Any, dout2: Any, x: Any, ends: jax.Array, dtypes: Sequence[Any]
 ) -> tuple[jax.Array, jax.Array]:
     return form.wgrad(dout, x, ends, dtypes[0]), form.wgrad(dout2, x, ends, dtypes[1])

@@ -52,7 +52,7 @@ class MXForm(NamedTuple):
 
     def gradient(self, dout: Any, ends: jax.Array) -> Operands:
         if not self.wgrad_mx or not isinstance(dout, jax.Array):
-            return forms.gradient_apart(self, dout, ends)
+            return forms.gradient_unfused(self, dout, ends)
         q, sf, q_t, sf_t = ops.quantize_both(dout, rounding=self.rounding)
         return Operands((q, sf), self._multiplied((q_t, sf_t)))
 
@@ -73,7 +73,7 @@ class MXForm(NamedTuple):
     def swiglu_backward(self, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
         gate, up, prob, numbers = glu
         if not self.wgrad_mx:
-            return forms.swiglu_apart(self, dh, glu, ends, need_values)
+            return forms.swiglu_unfused(self, dh, glu, ends, need_values)
         if gradient_op(self.name, True, Needs(True, True, need_values, True)) == "swiglu_bwd":
             dgate, dup, dprob = glu.gradient(dh)
             operands = self.gradient(dgate, ends), self.gradient(dup, ends)
@@ -86,7 +86,7 @@ class MXForm(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias)
         # QuantizedWeights may be for another device than this program: an Upcast on one side makes the product bf16.
         if self.upcasts or isinstance(w, Upcast):
             return ops.grouped_mm_bf16(_as_bf16(rows), _as_bf16(w), ends, out_dtype=dtype)
@@ -99,7 +99,7 @@ class MXForm(NamedTuple):
             return ops.grouped_wgrad_bf16_t(dout.x, x.x, ends, out_dtype=dtype)
         return ops.grouped_wgrad_mx(dout[0], dout[1], x[0], x[1], ends, out_dtype=dtype)
 
-    mm_pair, mm_sum, wgrad_pair = forms.pair_apart, forms.sum_apart, forms.wgrads_apart
+    mm_pair, mm_sum, wgrad_pair = forms.pair_unfused, forms.sum_unfused, forms.wgrads_unfused
     saved, activation = forms.without_source, forms.rows_alone
 
 

@@ -36,9 +36,9 @@ class RowForm(NamedTuple):
         return self.rows(glu.hidden())
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
-    wgrad, wgrad_pair, gradient = forms.wgrad_bf16, forms.wgrads_apart, forms.gradient_apart
+    wgrad, wgrad_pair, gradient = forms.wgrad_bf16, forms.wgrads_unfused, forms.gradient_unfused
     tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
-    swiglu_backward = forms.swiglu_apart
+    swiglu_backward = forms.swiglu_unfused
 
 
 FORM: FormatType = RowForm

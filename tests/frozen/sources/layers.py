@@ -143,7 +143,7 @@ class RankedLayer:
 
 
 _HOWS: dict[str, Deduplicate] = {"once": "dispatch", "summed": "both"}
-_ALL_LEGS = replace(_PLAIN, recipe=replicas.RUNS["four MXFP8 all-to-alls"])
+_ALL_TRANSFERS = replace(_PLAIN, recipe=replicas.RUNS["four MXFP8 all-to-alls"])
 RANKED: dict[str, RankedLayer] = {
     **{
         f"{run} {prob_in}": RankedLayer(_of_conformance("softmax", run, prob_in=prob_in))
@@ -152,7 +152,7 @@ RANKED: dict[str, RankedLayer] = {
     },
     **{run: RankedLayer(_of_conformance("softmax", run)) for run in ("mxfp8_wgrad_with_hp", "fp8_rowwise")},
     "empty rank": RankedLayer(_of_conformance("empty_rank", "mxfp8")),
-    "all legs": RankedLayer(_ALL_LEGS, in_jax=False),
+    "all legs": RankedLayer(_ALL_TRANSFERS, in_jax=False),
     **{
         f"{run} {prob_in} {name}": RankedLayer(_of_conformance("softmax", run, prob_in=prob_in), how)
         for run in ("bf16", "mxfp8")

@@ -154,8 +154,8 @@ def test_the_wire_has_room_for_tokens_not_for_replicas() -> None:
     assert (TOKENS, [str(d + d // 32)], "ui8") in found["dispatch"]
     assert (k * TOKENS, [str(d)], "ui16") in found["dispatch"]
     assert (k * TOKENS, [], "i32") in found["dispatch"]
-    legs = [(TOKENS, [str(d)], "ui16"), (TOKENS, [str(d + d // 32)], "ui8")]
-    assert [part for part in found["both"] if part[2] != "i32"] == legs
+    transfers = [(TOKENS, [str(d)], "ui16"), (TOKENS, [str(d + d // 32)], "ui8")]
+    assert [part for part in found["both"] if part[2] != "i32"] == transfers
 
 
 def test_a_layer() -> None:

@@ -22,7 +22,7 @@ from mxep.jax_frontend import (
     quantize_weights,
     ragged_dot_mxfp8,
 )
-from mxep.jax_frontend.products.weights import QuantizedWeights, along_k, for_call, format_of
+from mxep.jax_frontend.products.weights import QuantizedWeights, along_k, format_of, quantize_for_call
 
 from ..references import kernels, normal
 
@@ -116,7 +116,7 @@ def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: str, rounding: str)
     w = (normal(2, 320, 352, dtype="float32") / normal(2, 320, 352, seed=1, dtype="float32")).astype(dtype)
     recipe = Recipe.parse("mxfp8", compute="fold", rounding=rounding)
     form = format_of(recipe)
-    forward, differentiated = for_call(w, form, backward=False), for_call(w, form, backward=True)
+    forward, differentiated = quantize_for_call(w, form, backward=False), quantize_for_call(w, form, backward=True)
     same(tuple(forward.as_stored), tuple(differentiated.as_stored))
     same(tuple(forward.transposed), tuple(differentiated.transposed))
     same(tuple(along_k(w, form)), tuple(differentiated.as_stored))

@@ -20,12 +20,12 @@ RANKS, VICTIM = 3, 1
 
 
 class Stage(NamedTuple):
-    """Where the rank ends: before `method` of a chunk of a transfer. `leg`: 0 rows to experts, all chunks in one call,
-    1 rows to tokens, 2 and 3 their gradients; less than 0: the collectives before the transfers. limit: of the process
-    group, in seconds."""
+    """Where the rank ends: before `method` of a chunk of a transfer. `transfer`: 0 rows to experts, all chunks in one
+    call, 1 rows to tokens, 2 and 3 their gradients; less than 0: the collectives before the transfers. limit: of the
+    process group, in seconds."""
 
     where: str
-    leg: int
+    transfer: int
     method: str
     chunk: int
     ending: signal.Signals = signal.SIGKILL
@@ -48,21 +48,21 @@ class Fatal(Collectives):
 
     def __init__(self, group: dist.ProcessGroup, stage: str) -> None:
         super().__init__(group, chunk_bytes=1)
-        self.stage, self.legs = STAGES[stage], 0
+        self.stage, self.transfers = STAGES[stage], 0
 
-    def leg(self, *arguments):
-        leg, stage = super().leg(*arguments), self.stage
-        if self.group.rank() == VICTIM and self.legs == stage.leg:
-            real = getattr(leg, stage.method)
+    def open_transfer(self, *arguments):
+        transfer, stage = super().open_transfer(*arguments), self.stage
+        if self.group.rank() == VICTIM and self.transfers == stage.transfer:
+            real = getattr(transfer, stage.method)
 
             def fatal(chunks: int | range) -> None:
                 if stage.chunk in (chunks if isinstance(chunks, range) else (chunks,)):
                     os.kill(os.getpid(), stage.ending)
                 real(chunks)
 
-            setattr(leg, stage.method, fatal)
-        self.legs += 1
-        return leg
+            setattr(transfer, stage.method, fatal)
+        self.transfers += 1
+        return transfer
 
 
 def run(stage: str) -> tuple[str, float, str]:
@@ -73,10 +73,10 @@ def run(stage: str) -> tuple[str, float, str]:
     transport = Fatal(dist.group.WORLD, stage)
     x, w = (torch.ones(shape).bfloat16().requires_grad_() for shape in ((12, 64), (2, 32, 64)))
     # A layer knows the number of experts and begins with the counts; the function compares sizes first.
-    experts = 6 if STAGES[stage].leg == -1 else 0
+    experts = 6 if STAGES[stage].transfer == -1 else 0
     ranks = Ranks(dist.group.WORLD.group_name, RANKS, experts, "cpu")
     where, start = "forward", time.monotonic()
-    if dist.get_rank() == VICTIM and STAGES[stage].leg < 0:
+    if dist.get_rank() == VICTIM and STAGES[stage].transfer < 0:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         recipe = RECIPES["mxfp8"]

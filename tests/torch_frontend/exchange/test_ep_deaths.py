@@ -33,7 +33,7 @@ def test_the_others_end_and_name_the_collective(stage: str, words: str, start_ra
         assert seconds < STAGES[stage].limit + SLACK
 
 
-@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.leg >= 0])
+@pytest.mark.parametrize("stage", [name for name, stage in STAGES.items() if stage.transfer >= 0])
 def test_the_others_end_and_name_it(stage: str, start_ranks: StartRanks) -> None:
     named = {}
     for rank, (where, seconds, error) in run(start_ranks, stage).items():

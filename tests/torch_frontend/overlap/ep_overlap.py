@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 D, F, TOP_K, LOCAL = 64, 32, 2, 3
-LEGS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+TRANSFERS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RUNS = RECIPES | {
     "mxfp8 folded": Recipe.parse("mxfp8", compute="fold"),
-    "mxfp8 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=LEGS),
+    "mxfp8 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=TRANSFERS),
     "bf16 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=()),
 }
 ROUTINGS, MOST_TOKENS = 20, 40
@@ -44,7 +44,7 @@ class Poisoned(Collectives):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group, chunk_bytes=1)  # as many chunks as there may be
-        self.legs = 0
+        self.transfers = 0
         self.left: dict[str, tuple[Tensor, ...]] = {}
 
     def outgoing(self, where, *arguments):
@@ -53,18 +53,18 @@ class Poisoned(Collectives):
         poison(self.left[where])
         return self.left[where]
 
-    def leg(self, *arguments):
-        leg = super().leg(*arguments)
-        poison(leg.received)
-        self.legs += 1
-        if self.legs % 7 == self.group.rank():
-            for stage in ("send", "wait")[self.legs % 2 :]:
-                self.delay(leg, stage)
-        return leg
+    def open_transfer(self, *arguments):
+        transfer = super().open_transfer(*arguments)
+        poison(transfer.received)
+        self.transfers += 1
+        if self.transfers % 7 == self.group.rank():
+            for stage in ("send", "wait")[self.transfers % 2 :]:
+                self.delay(transfer, stage)
+        return transfer
 
-    def delay(self, leg, stage: str) -> None:
-        real = getattr(leg, stage)
-        setattr(leg, stage, lambda chunks: (time.sleep(0.002), real(chunks))[1])
+    def delay(self, transfer, stage: str) -> None:
+        real = getattr(transfer, stage)
+        setattr(transfer, stage, lambda chunks: (time.sleep(0.002), real(chunks))[1])
 
 
 def poison(parts: tuple[Tensor, ...]) -> None:

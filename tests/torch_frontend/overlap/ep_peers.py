@@ -92,8 +92,8 @@ def _sums(carrier: Transport, seed: int) -> list[Tensor | None]:
 
 
 def overflow(small: PeerMemory, enough: PeerMemory) -> None:
-    """Tokens with a row without a place are NaN, and so are their gradients; the others have their bytes. The routing
-    is the first with tokens of both kinds."""
+    """Tokens with a row without a position are NaN, and so are their gradients; the others have their bytes. The
+    routing is the first with tokens of both kinds."""
     group, experts = small.group, LOCAL * small.group.size()
     assert small.rows is not None
     capacity = plan.capacity_of(small.rows, LOCAL, 32)
@@ -101,14 +101,14 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
         routings = [routing(seed, rank, group.size())[1] for rank in range(group.size())]
         table = torch.stack([torch.bincount(e.flatten(), minlength=experts) for e in routings]).numpy()
         laid_out = [oracle.lay_out(table, rank, e.numel(), capacity) for rank, e in enumerate(routings)]
-        without = sum(int((places < 0).sum()) for places, *_ in laid_out)
+        without = sum(int((positions < 0).sum()) for positions, *_ in laid_out)
         if 0 < without < table.sum() / 2:
             break
     else:
         raise AssertionError("no routing overflows")
-    places, *_, needed = laid_out[group.rank()]
+    positions, *_, needed = laid_out[group.rank()]
     inverse = sort_by_expert(routings[group.rank()], experts).inverse
-    lost_slots = torch.from_numpy(places)[inverse.long()].view(-1, TOP_K) < 0
+    lost_slots = torch.from_numpy(positions)[inverse.long()].view(-1, TOP_K) < 0
     lost = lost_slots.any(1)
     got, want = _sums(small, seed), _sums(enough, seed)
     for of, (one, other) in zip((lost, lost, lost_slots), zip(got, want, strict=True), strict=True):
@@ -116,7 +116,7 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
         assert other is not None
         one, other = one.cpu(), other.cpu()
         assert one[of].isnan().all()
-        same([one[~of]], [other[~of]], "tokens with places")
+        same([one[~of]], [other[~of]], "tokens with positions")
     enough.overflow()
     rank = int((needed > capacity).argmax())
     words = f"{needed[rank]} rows with padding on rank {rank}; allowed: {capacity}"
@@ -127,7 +127,7 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
 
 def more_rows(memory: PeerMemory) -> None:
     """A rank may have more rows than any had in the first call. They have the bytes of no transport where they find a
-    place; else their outputs are NaN, and `overflow` raises on all ranks."""
+    position; else their outputs are NaN, and `overflow` raises on all ranks."""
     assert memory.rows is None
     _sums(memory, 5)
     group = memory.group
@@ -151,7 +151,7 @@ def more_rows(memory: PeerMemory) -> None:
     capacity = plan.capacity_of(memory.most * memory.ranks, LOCAL, 32)
     lost = sum(rows_of) - capacity
     assert 0 < lost < memory.most
-    # A group begins with the rows of rank 0: rows of the last rank find no place.
+    # A group begins with the rows of rank 0: rows of the last rank find no position.
     assert int(y.isnan().all(1).sum()) == lost * (rank == memory.ranks - 1)
     with pytest.raises(RuntimeError, match=f"on rank 0; allowed: {capacity}"):
         memory.overflow()

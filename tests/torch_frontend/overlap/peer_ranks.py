@@ -49,11 +49,11 @@ class Files:
         """After an error the next barrier is the first one of a direction."""
         self.barriers[id(memory)] = -1
 
-    def meet(self, shared: Shared, timeout_ms: int) -> None:
-        (memory,) = (m for m in self.opened if m.room is not None and m.room.shared is shared)
-        assert memory.room is not None
+    def barrier(self, shared: Shared, timeout_ms: int) -> None:
+        (memory,) = (m for m in self.opened if m.buffer is not None and m.buffer.shared is shared)
+        assert memory.buffer is not None
         number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
-        _, experts, tokens, end = memory.room.starts
+        _, experts, tokens, end = memory.buffer.starts
         if number % 7 == memory.rank:
             time.sleep(0.01)  # the others may not go on
         if number % BARRIERS == 0:
@@ -119,7 +119,7 @@ def begin(rank: int) -> None:
     peer_memory._missing = lambda: ""
     peer_memory._device = lambda: torch.device("cpu")
     peer_memory.shared_memory = files().shared_memory
-    peer_memory.meet = files().meet
+    peer_memory.barrier = files().barrier
     interrupt = PeerMemory.interrupt
     PeerMemory.interrupt = lambda memory: (interrupt(memory), files().interrupt(memory))[0]  # type: ignore[method-assign]
     np.seterr(all="ignore")

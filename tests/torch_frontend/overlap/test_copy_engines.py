@@ -1,5 +1,5 @@
 """The order of copies and flags of CopyEngines, without GPUs: a thread per rank, a thread per stream of copies, flags
-and boxes in the memory of this process."""
+and buffers in the memory of this process."""
 
 import ctypes
 import random
@@ -26,25 +26,25 @@ CPU = torch.device("cpu")
 
 
 class Host:
-    """What the ranks share: a barrier, the boxes that they allocate together, and what went wrong, which ends all."""
+    """What the ranks share: a barrier, the buffers that they allocate together, and what went wrong, which ends all."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks, self.limit = ranks, timedelta(seconds=TIMEOUT)
         self.barrier = threading.Barrier(ranks, timeout=TIMEOUT)
         self.memory: dict[int, list[Tensor]] = {}
         self.calls = threading.local()
-        self.boxes: dict[int, int] = {}
+        self.buffers: dict[int, int] = {}
         self.read: set[int] = set()
         self.failures: list[BaseException] = []
 
     def shared_memory(self, nbytes: int, group: "Group") -> Shared:
         self.calls.number = getattr(self.calls, "number", -1) + 1
         if group.rank() == 0:
-            # Flags are zero, boxes are not.
+            # Flags are zero, buffers are not.
             fill = 0 if self.calls.number == 0 else 255
             memory = [torch.full((nbytes,), fill, dtype=torch.uint8) for _ in range(self.ranks)]
             self.memory[self.calls.number] = memory
-            self.boxes.update({of.data_ptr(): nbytes for of in memory})
+            self.buffers.update({of.data_ptr(): nbytes for of in memory})
         self.barrier.wait()
         assert self.memory[self.calls.number][0].shape == (nbytes,)
         return Shared(list(self.memory[self.calls.number]), None)
@@ -102,7 +102,7 @@ def record(part: Tensor, stream: Copies) -> None:
 
 class Driver(copy_engines._Driver):
     """Copies and their flags run in a thread of their own, each after a random delay. Two copies at a time out of one
-    box are an error, and so are copies to memory that the allocator may have given away.
+    buffer are an error, and so are copies to memory that the allocator may have given away.
 
     may_copy: the thread goes on while it is set. when_blocked: called before the current stream waits for a flag.
     """
@@ -147,12 +147,12 @@ class Driver(copy_engines._Driver):
 
     def _copy_out(self, destination: int, source: int, nbytes: int) -> None:
         read = self.host.read
-        box = next(at for at, size in self.host.boxes.items() if at <= source < at + size)
-        assert box not in read, "two copies out of one box"
-        read.add(box)
+        buffer = next(at for at, size in self.host.buffers.items() if at <= source < at + size)
+        assert buffer not in read, "two copies out of one buffer"
+        read.add(buffer)
         time.sleep(5e-4)
         ctypes.memmove(destination, source, nbytes)
-        read.discard(box)
+        read.discard(buffer)
 
     def copy_here(self, destination: int, source: int, nbytes: int) -> None:
         ctypes.memmove(destination, source, nbytes)
@@ -195,7 +195,7 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
         monkeypatch.setattr(Tensor, "record_stream", record)
         monkeypatch.setattr(copy_engines, "has_shared_memory", True)
         monkeypatch.setattr(copy_engines, "shared_memory", host.shared_memory)
-        monkeypatch.setattr(copy_engines, "group_of", lambda op, group: group)
+        monkeypatch.setattr(copy_engines, "find_group", lambda op, group: group)
         monkeypatch.setattr(copy_engines, "_Driver", lambda limit_ms: Driver(host, limit_ms))
         monkeypatch.setattr(copy_engines.dist, "barrier", lambda group: host.barrier.wait())
         monkeypatch.setattr(
@@ -208,33 +208,34 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
     return host_of
 
 
-def row_of(leg: int, rank: int, row: int) -> int:
+def row_of(transfer: int, rank: int, row: int) -> int:
     """The value of a row, which names its transfer, its first rank and its offset there."""
-    return leg * 10000 + rank * 1000 + row + 1
+    return transfer * 10000 + rank * 1000 + row + 1
 
 
-def exchange(engines: CopyEngines, leg: int, failing_chunk: int | None = None) -> None:
+def exchange(engines: CopyEngines, transfer: int, failing_chunk: int | None = None) -> None:
     """There and back once, or there alone; every row is where the plan puts it. At `failing_chunk` the rank gets an
     error."""
-    local, rank, ranks = 2 + leg % 2 * 8, engines.rank, engines.ranks  # 10 experts: chunks of several
-    numbers = random.Random(leg)
+    local, rank, ranks = 2 + transfer % 2 * 8, engines.rank, engines.ranks  # 10 experts: chunks of several
+    numbers = random.Random(transfer)
     table = [
-        [numbers.randrange(BIGGEST[leg]) * (numbers.random() < 0.8) for _ in range(ranks * local)] for _ in range(ranks)
+        [numbers.randrange(BIGGEST[transfer]) * (numbers.random() < 0.8) for _ in range(ranks * local)]
+        for _ in range(ranks)
     ]
     plan = plan_exchange(table, rank, 32)
-    mine = torch.tensor([row_of(leg, rank, i) for i in range(plan.token_rows[rank])], dtype=torch.int32)
+    mine = torch.tensor([row_of(transfer, rank, i) for i in range(plan.token_rows[rank])], dtype=torch.int32)
     values = mine[:, None].repeat(1, 5), mine[:, None].repeat(1, 2).to(torch.uint8)
     parts = [Part(5, torch.int32), Part(2, torch.uint8)]
-    leaving = values if leg % 3 == 2 else engines.outgoing("experts", mine.shape[0], parts, CPU)
-    if rank == leg % ranks:
+    leaving = values if transfer % 3 == 2 else engines.outgoing("experts", mine.shape[0], parts, CPU)
+    if rank == transfer % ranks:
         time.sleep(0.03)  # the others may not read before
     for place, value in zip(leaving, values, strict=True):
         place.copy_(value)
-    there = engines.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
+    there = engines.open_transfer("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
     back = None
-    if leg % 3:  # a backward without gradients of rows sends no row back, and the next transfer starts sooner
-        room = engines.outgoing("tokens", plan.operand_rows[rank], parts[:1], CPU)
-        back = engines.leg("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, room)
+    if transfer % 3:  # a backward without gradients of rows sends no row back, and the next transfer starts sooner
+        buffer = engines.outgoing("tokens", plan.operand_rows[rank], parts[:1], CPU)
+        back = engines.open_transfer("tokens", plan.to_tokens, plan.operand_rows, plan.token_rows, buffer)
     there.send(range(len(plan.chunks)))
     starts = [[sum(row[:e]) for e in range(len(row))] for row in table]
     for c, chunk in enumerate(plan.chunks):
@@ -242,16 +243,16 @@ def exchange(engines: CopyEngines, leg: int, failing_chunk: int | None = None) -
         rows, others = (part[chunk.start : chunk.end] for part in there.received)
         at = 0
         for e in range(rank * local + chunk.first, rank * local + chunk.last):
-            want = [row_of(leg, s, starts[s][e] + i) for s in range(ranks) for i in range(table[s][e])]
+            want = [row_of(transfer, s, starts[s][e] + i) for s in range(ranks) for i in range(table[s][e])]
             assert rows[at : at + len(want), 4].tolist() == want
             assert others[at : at + len(want), 1].tolist() == [value % 256 for value in want]
             at += max(-(-len(want) // 32), 1) * 32
-        if rank == leg % ranks:
+        if rank == transfer % ranks:
             time.sleep(2e-3)
         if c == failing_chunk:
-            for open_leg in (there, back):
-                if open_leg is not None:
-                    open_leg.abandon()
+            for opened in (there, back):
+                if opened is not None:
+                    opened.abandon()
             return
         if back is not None:
             back.outgoing[0][chunk.start : chunk.end] = rows * 2
@@ -262,22 +263,22 @@ def exchange(engines: CopyEngines, leg: int, failing_chunk: int | None = None) -
         assert torch.equal(back.received[0], values[0] * 2)
 
 
-def test_rows_arrive_in_every_leg(host_of: Callable[[int], Host]) -> None:
+def test_rows_arrive_in_every_transfer(host_of: Callable[[int], Host]) -> None:
     def work(engines: CopyEngines) -> None:
-        for leg in range(len(BIGGEST)):
-            exchange(engines, leg)
+        for transfer in range(len(BIGGEST)):
+            exchange(engines, transfer)
 
     host_of(3).run(work)
 
 
-@pytest.mark.parametrize("leg", [1, 3, 7])  # 3 has no way back
+@pytest.mark.parametrize("transfer", [1, 3, 7])  # 3 has no way back
 @pytest.mark.parametrize("chunk", [0, 1, 7])
-def test_a_leg_after_an_error_of_all_ranks(host_of: Callable[[int], Host], leg: int, chunk: int) -> None:
+def test_a_transfer_after_an_error_of_all_ranks(host_of: Callable[[int], Host], transfer: int, chunk: int) -> None:
     """The rows of the next transfers are right, and no rank waits for the rows of the ended transfer."""
 
     def work(engines: CopyEngines) -> None:
         for number in range(len(BIGGEST)):
-            exchange(engines, number, chunk if number == leg else None)
+            exchange(engines, number, chunk if number == transfer else None)
 
     host_of(3).run(work)
 
@@ -303,45 +304,45 @@ def test_a_rank_that_does_not_send_ends_the_others(host_of: Callable[[int], Host
     assert sorted(ended) == [0, 2]
 
 
-@pytest.mark.parametrize("rows", ["in the box", "of the caller"])
+@pytest.mark.parametrize("rows", ["in the buffer", "of the caller"])
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_copies_after_another_has_begun_its_next_leg(
+def test_a_rank_copies_after_another_has_begun_its_next_transfer(
     host_of: Callable[[int], Host], ranks: int, rows: str
 ) -> None:
     """Rank 0 delays its copies of the second transfer. It copies when the last rank waits for rank 0, or has run its
-    third transfer as far as it can alone. `leg` copies rows of the caller to the buffer; other rows are there already.
-    """
+    third transfer as far as it can alone. `open_transfer` copies rows of the caller to the buffer; other rows are there
+    already."""
     host, each, last = host_of(ranks), 4, ranks - 1
     may_copy = threading.Event()
     may_copy.set()
 
-    def leg(engines: CopyEngines, number: int) -> Any:
+    def open_transfer(engines: CopyEngines, number: int) -> Any:
         rank = engines.rank
         plan = plan_exchange([[each] * ranks] * ranks, rank, 32)
         values: Any = torch.tensor([[row_of(number, rank, i)] for i in range(each * ranks)], dtype=torch.int32)
         leaving = (values,)
-        if rows == "in the box":
+        if rows == "in the buffer":
             leaving = engines.outgoing("experts", each * ranks, [Part(1, torch.int32)], CPU)
             leaving[0].copy_(values)
-        leg = engines.leg("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
-        leg.send(range(1))
-        return leg
+        transfer = engines.open_transfer("experts", plan.to_experts, plan.token_rows, plan.operand_rows, leaving)
+        transfer.send(range(1))
+        return transfer
 
-    def check(engines: CopyEngines, leg: Any, number: int) -> None:
-        leg.wait(0)
+    def check(engines: CopyEngines, transfer: Any, number: int) -> None:
+        transfer.wait(0)
         want = [row_of(number, s, each * engines.rank + i) for s in range(ranks) for i in range(each)]
-        assert leg.received[0][: len(want), 0].tolist() == want
+        assert transfer.received[0][: len(want), 0].tolist() == want
 
     def work(engines: CopyEngines) -> None:
         driver: Any = engines.driver
-        check(engines, leg(engines, 0), 0)  # the first transfer allocates the buffers
+        check(engines, open_transfer(engines, 0), 0)  # the first transfer allocates the buffers
         if engines.rank == 0:
             driver.may_copy = may_copy
             may_copy.clear()
-        check(engines, leg(engines, 1), 1)
+        check(engines, open_transfer(engines, 1), 1)
         if engines.rank == last:
             assert not may_copy.is_set()
             driver.when_blocked = may_copy.set
-        check(engines, leg(engines, 2), 2)
+        check(engines, open_transfer(engines, 2), 2)
 
     host.run(work)

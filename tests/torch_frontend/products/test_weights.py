@@ -40,8 +40,8 @@ def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: torch.dtype, roundi
     w = torch.randn(2, 320, 352, generator=rng).div(torch.rand(2, 320, 352, generator=rng)).to(dtype)
     form = FoldForm("fold", rounding, wgrad_mx=True, upcasts=False)
     for given in (w, w.mT.contiguous().mT):
-        both = weights.for_call(given, None, form, both=True)
-        alone = weights.for_call(given, None, form, both=False).along_k, weights.along_n(given, form)
+        both = weights.quantize_for_call(given, None, form, both=True)
+        alone = weights.quantize_for_call(given, None, form, both=False).along_k, weights.along_n(given, form)
         for got, want in zip(alone, both, strict=True):
             assert equal(list(got), list(want))
     _, needed = ops.quantize_row_fold(w, rounding)

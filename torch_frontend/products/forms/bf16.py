@@ -41,7 +41,7 @@ class BF16Form(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
         if isinstance(w, KN):
             return forms.written("grouped_mm_bf16_kn", (rows, w.w, ends), dtype, out)
         return forms.written("grouped_mm_bf16", (rows, w, ends), dtype, out)
@@ -49,11 +49,11 @@ class BF16Form(NamedTuple):
     def mm_sum(self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
         if isinstance(w, KN) and isinstance(w2, KN):
             return forms.written("grouped_mm_bf16_kn_sum", (rows, w.w, rows2, w2.w, ends), dtype, out)
-        return forms.sum_apart(self, rows, w, rows2, w2, ends, dtype, out)
+        return forms.sum_unfused(self, rows, w, rows2, w2, ends, dtype, out)
 
-    mm_pair = forms.pair_apart
-    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
-    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+    mm_pair = forms.pair_unfused
+    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.share_gradient
+    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_unfused, forms.swiglu_unfused
 
 
 FORM: FormatType = BF16Form

@@ -48,16 +48,16 @@ class BlockForm(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
         return forms.written("grouped_mm_blockwise", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
 
     @property
     def _power_of_two(self) -> bool:
         return self.name == "block_power_of_two"
 
-    mm_pair, mm_sum = forms.pair_apart, forms.sum_apart
-    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
-    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+    mm_pair, mm_sum = forms.pair_unfused, forms.sum_unfused
+    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.share_gradient
+    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_unfused, forms.swiglu_unfused
 
 
 FORM: FormatType = BlockForm

@@ -14,7 +14,7 @@ from ....core_kernels.policy.recipe import Form
 from ....core_kernels.policy.swiglu_gradient import Needs, gradient_op
 from ....core_kernels.registry import OPS
 from ...ops import direct as ops
-from ...ops.call import into
+from ...ops.call import call_out
 from ...ops.launch import dtype_name
 from ...ops.mx_tensor import MXTensor
 from ..gathered_rows import GatheredRows
@@ -40,7 +40,7 @@ def folded_mm(
     if bias is None:
         return forms.written("grouped_mm_fold", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
     if bias.row_weights is not None:
-        return forms.bias_apart(form, rows, w, ends, dtype, bias, out)
+        return forms.bias_unfused(form, rows, w, ends, dtype, bias, out)
     operands = rows.q, rows.sf, w.q, w.sf, bias.values.contiguous(), ends
     return forms.written("grouped_mm_fold_bias", operands, dtype, out)
 
@@ -50,7 +50,7 @@ def folded_pair(
     bias2: Maybe = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if bias is not None or bias2 is not None:
-        return forms.pair_apart(form, rows, w, w2, ends, dtype, bias, bias2)
+        return forms.pair_unfused(form, rows, w, w2, ends, dtype, bias, bias2)
     return ops.grouped_mm_fold_pair(rows.q, rows.sf, w.q, w.sf, w2.q, w2.sf, ends, dtype_name(dtype))
 
 
@@ -101,7 +101,7 @@ class FoldForm(NamedTuple):
 
     def gradient(self, dout: Tensor, ends: Tensor) -> Operands:
         if not self.wgrad_mx:
-            return forms.twice(self, dout, ends)
+            return forms.share_gradient(self, dout, ends)
         rows, tokens = self.activation(dout, ends)
         return Operands(rows, tokens or self.tokens(dout, TokenGroups(ends)))
 
@@ -134,16 +134,16 @@ class FoldForm(NamedTuple):
     def wgrad_pair(
         self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType], out: Sequence[Maybe] = (None, None)
     ) -> tuple[Maybe, Maybe]:
-        """In one launch where `out` has both places or none."""
-        (first, second), (place, place2) = douts, out
-        one_place = (place is None) != (place2 is None)
-        if first is None or second is None or one_place or not self.wgrad_mx or dtypes[0] != dtypes[1]:
-            return forms.wgrads_apart(self, douts, x, ends, dtypes, out)
+        """In one launch where `out` has both buffers or none."""
+        (first, second), (buffer, buffer2) = douts, out
+        one_buffer = (buffer is None) != (buffer2 is None)
+        if first is None or second is None or one_buffer or not self.wgrad_mx or dtypes[0] != dtypes[1]:
+            return forms.wgrads_unfused(self, douts, x, ends, dtypes, out)
         operands, dtype = (first.q, first.sf, x.q, x.sf, second.q, second.sf, ends), dtype_name(dtypes[0])
-        if place is None or place2 is None:
+        if buffer is None or buffer2 is None:
             return ops.grouped_wgrad_fold_pair(*operands, dtype)
-        into((place, place2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype)
-        return place, place2
+        call_out((buffer, buffer2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype)
+        return buffer, buffer2
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
 

@@ -6,7 +6,7 @@
 
 A form is one object, the FORM of a file of this folder. It makes the operands of a recipe's products and multiplies
 them; nothing else asks what an operand is. `weights.format_of` finds it. A kernel that computes less than a method is
-called more often: the functions below that end with _apart. This code runs below autograd: no checks, no gradients.
+called more often: the functions below that end with _unfused. This code runs below autograd: no checks, no gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from ....core_kernels.policy.swiglu_gradient import Needs
 from ....core_kernels.registry import OPS
 from ....core_kernels.swiglu.activation import Numbers
 from ...ops import direct as ops
-from ...ops.call import into
+from ...ops.call import call_out
 from ...ops.launch import dtype_name
 from ...ops.mx_tensor import dequantized
 
@@ -147,7 +147,7 @@ def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe) -
     """The only output of the op, in `out` if there is one."""
     if out is None:
         return getattr(ops, name)(*operands, dtype_name(dtype))
-    into((out,), OPS[name], *operands, out_dtype=dtype_name(dtype))
+    call_out((out,), OPS[name], *operands, out_dtype=dtype_name(dtype))
     return out
 
 
@@ -163,7 +163,7 @@ def as_given(form: Format, x: Any, groups: TokenGroups) -> Any:
     return x
 
 
-def twice(form: Format, dout: Tensor, ends: Tensor) -> Operands:
+def share_gradient(form: Format, dout: Tensor, ends: Tensor) -> Operands:
     return Operands(dout, dout)
 
 
@@ -171,12 +171,12 @@ def wgrad_bf16(form: Format, dout: Tensor, x: Tensor, ends: Tensor, dtype: DType
     return written("grouped_wgrad_bf16", (as_bf16(dout), as_bf16(x), ends), dtype, out)
 
 
-def swiglu_apart(form: Format, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
+def swiglu_unfused(form: Format, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
     """dgate and dup in bf16, which are operands along the tokens too."""
     return steps.in_bf16(needs)
 
 
-def bias_apart(form: Format, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: AddedBias, out: Maybe) -> Tensor:
+def bias_unfused(form: Format, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: AddedBias, out: Maybe) -> Tensor:
     """The bias is added to the fp32 sums of a kernel."""
     sums = form.mm(rows, w, ends, torch.float32)
     added = bias_of_rows(bias.values, ends, sums.shape[0])
@@ -193,14 +193,14 @@ def bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
     return torch.nn.functional.pad(bias, (0, 0, 0, 1))[group]
 
 
-def pair_apart(
+def pair_unfused(
     form: Format, rows: Any, w: Any, w2: Any, ends: Tensor, dtype: DType, bias: Maybe = None, bias2: Maybe = None
 ) -> tuple[Tensor, Tensor]:
     first = form.mm(rows, w, ends, dtype, None if bias is None else AddedBias(bias))
     return first, form.mm(rows, w2, ends, dtype, None if bias2 is None else AddedBias(bias2))
 
 
-def sum_apart(
+def sum_unfused(
     form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None
 ) -> Tensor:
     first, second = form.mm(rows, w, ends, torch.float32), form.mm(rows2, w2, ends, torch.float32)
@@ -208,12 +208,12 @@ def sum_apart(
     return torch.add(first, second, out=first.new_empty(first.shape, dtype=dtype) if out is None else out)
 
 
-def wgrads_apart(
+def wgrads_unfused(
     form: Format, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType],
     out: Sequence[Maybe] = (None, None),
 ) -> tuple[Maybe, Maybe]:  # fmt: skip
     dw, dw2 = (
-        None if dout is None else form.wgrad(dout, x, ends, dtype, place)
-        for dout, dtype, place in zip(douts, dtypes, out, strict=True)
+        None if dout is None else form.wgrad(dout, x, ends, dtype, buffer)
+        for dout, dtype, buffer in zip(douts, dtypes, out, strict=True)
     )
     return dw, dw2

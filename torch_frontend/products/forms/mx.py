@@ -64,7 +64,7 @@ class MXForm(NamedTuple):
 
     def gradient(self, dout: Tensor, ends: Tensor) -> Operands:
         if not self.wgrad_mx:
-            return forms.twice(self, dout, ends)
+            return forms.share_gradient(self, dout, ends)
         if isinstance(dout, MXTensor):
             return Operands(self.rows(dout), self.tokens(dout, TokenGroups(ends)))
         q, sf, q_t, sf_t = ops.quantize_both(dout.contiguous(), self.rounding)
@@ -92,7 +92,7 @@ class MXForm(NamedTuple):
 
     def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
         if bias is not None:
-            return forms.bias_apart(self, rows, w, ends, dtype, bias, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
         if self.upcasts:
             return forms.written("grouped_mm_bf16", (rows.x, w.x, ends), dtype, out)
         return forms.written("grouped_mm_mx", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
@@ -104,7 +104,12 @@ class MXForm(NamedTuple):
             return forms.written("grouped_wgrad_bf16_t", (dout.x, x.x, ends), dtype, out)
         return forms.written("grouped_wgrad_mx", (dout.q, dout.sf, x.q, x.sf, ends), dtype, out)
 
-    activation, mm_pair, mm_sum, wgrad_pair = forms.rows_alone, forms.pair_apart, forms.sum_apart, forms.wgrads_apart
+    activation, mm_pair, mm_sum, wgrad_pair = (
+        forms.rows_alone,
+        forms.pair_unfused,
+        forms.sum_unfused,
+        forms.wgrads_unfused,
+    )
 
 
 FORM: FormatType = MXForm

@@ -36,8 +36,8 @@ class RowForm(NamedTuple):
         return self.rows(glu.hidden())
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
-    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.twice
-    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_apart, forms.swiglu_apart
+    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.share_gradient
+    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_unfused, forms.swiglu_unfused
 
 
 FORM: FormatType = RowForm

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from mxep.core_kernels.policy.recipe import LegName, Recipe
+from mxep.core_kernels.policy.recipe import Recipe, TransferName
 from mxep.torch_frontend import TokenReplicas, combine, dispatch, grouped_swiglu_ffn, sort_by_expert
 from torch import Tensor
 
 PAGE = Path(__file__).parents[3] / "docs" / "guides" / "overlap.md"
 T, D, F, E, K = 512, 256, 256, 4, 2
-LEGS: tuple[LegName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_grad")
+TRANSFERS: tuple[TransferName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 MARGIN_DB = 0.2
 
 
@@ -55,15 +55,18 @@ def sqnr_db(got: Tensor, want: Tensor) -> float:
 
 def rows_of_the_page() -> list[tuple[str, str, list[float]]]:
     found = re.findall(r"^\| `([\w]+)` \| ([\w, `]+) \| ((?:[\d.]+ \|? ?)+)$", PAGE.read_text(), re.MULTILINE)
-    return [(recipe, legs, [float(db) for db in re.findall(r"[\d.]+", figures)]) for recipe, legs, figures in found]
+    return [
+        (recipe, transfers, [float(db) for db in re.findall(r"[\d.]+", figures)])
+        for recipe, transfers, figures in found
+    ]
 
 
-@pytest.mark.parametrize(("recipe", "legs", "figures"), rows_of_the_page())
-def test_the_page_has_what_is_measured(exact: list[Tensor], recipe: str, legs: str, figures: list[float]) -> None:
-    names = LEGS if legs == "all" else tuple(re.findall(r"`(\w+)`", legs))
+@pytest.mark.parametrize(("recipe", "transfers", "figures"), rows_of_the_page())
+def test_the_page_has_what_is_measured(exact: list[Tensor], recipe: str, transfers: str, figures: list[float]) -> None:
+    names = TRANSFERS if transfers == "all" else tuple(re.findall(r"`(\w+)`", transfers))
     got = layer(Recipe.parse(recipe, mxfp8_all_to_all=names))
     measured = [sqnr_db(one, other) for one, other in zip(got, exact, strict=True)]
-    print(recipe, legs, " | ".join(f"{db:.1f}" for db in measured))
+    print(recipe, transfers, " | ".join(f"{db:.1f}" for db in measured))
     assert len(figures) == len(measured)
     assert all(abs(db - figure) <= MARGIN_DB for db, figure in zip(measured, figures, strict=True)), measured
 
@@ -72,7 +75,7 @@ def test_the_page_has_rows() -> None:
     assert len(rows_of_the_page()) == 10
 
 
-@pytest.mark.parametrize("legs", ["dispatch", ("there",), ["dispatch"]])
-def test_other_names_are_refused(legs: object) -> None:
+@pytest.mark.parametrize("transfers", ["dispatch", ("there",), ["dispatch"]])
+def test_other_names_are_refused(transfers: object) -> None:
     with pytest.raises(ValueError, match=r"Recipe: mxfp8_all_to_all: got .*; allowed: None or a tuple of 'dispatch'"):
-        Recipe.parse("mxfp8", mxfp8_all_to_all=legs)
+        Recipe.parse("mxfp8", mxfp8_all_to_all=transfers)
