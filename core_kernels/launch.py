@@ -163,9 +163,10 @@ def _signature(op: KernelOp, inputs: tuple[ArrayType, ...], options: tuple[tuple
     return op.check(*inputs, **dict(options))
 
 
-def fail(error: type[Exception], op: str, argument: str, got: object, allowed: str) -> NoReturn:
-    """Raise `error` in the one form of all user errors of mxep."""
-    raise error(f"{op}: {argument}: got {got}; {allowed}")
+def fail(error: type[Exception], op: str, argument: str, got: object, allowed: str = "", *, hint: str = "") -> NoReturn:
+    """Raise `error` in the one form of all user errors of mxep. allowed: "allowed: " and the values. hint: what to do,
+    alone where no value is allowed."""
+    raise error(f"{op}: {argument}: got {got}; {'; '.join(filter(None, (allowed, hint)))}")
 
 
 def require_dtype(op: str, argument: str, array: ArrayType, *allowed: str) -> None:

@@ -31,6 +31,8 @@ from .checks import check_bytes, check_floats, check_matrix, dtype_name, roundin
 from .derivatives import arguments, arguments_by_rows
 from .shapes import Bytes, Float
 
+_USE_ONCE = "pass it once to a function that takes an MXGradArray; use `.value` elsewhere, whose gradient is float"
+
 E8M0_NAN = np.uint8(255)
 
 
@@ -228,12 +230,10 @@ class MXGradArray:
         return self.value.dtype
 
     def __getattr__(self, name: str) -> Any:
-        allowed = "the functions that take an MXGradArray, once; `.value` elsewhere, whose gradient is float"
-        raise AttributeError(f"MXGradArray: attribute: got {name!r}; allowed: {allowed}")
+        raise AttributeError(f"MXGradArray: attribute: got {name!r}; {_USE_ONCE}")
 
     def _no_arithmetic(self, *_: object) -> Any:
-        allowed = "allowed: the functions that take one, once; use `.value` elsewhere, whose gradient is float"
-        fail(TypeError, "MXGradArray", "operand", "an MXGradArray in arithmetic", allowed)
+        fail(TypeError, "MXGradArray", "operand", "an MXGradArray in arithmetic", hint=_USE_ONCE)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _no_arithmetic
     __neg__ = __pow__ = __matmul__ = __rmatmul__ = __getitem__ = _no_arithmetic

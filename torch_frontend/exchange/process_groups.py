@@ -121,8 +121,8 @@ def can_compare(group_name: str) -> bool:
 
 def raise_collective_error(op: str, argument: str, got: str) -> NoReturn:
     """Raise RuntimeError for a collective that has failed: another rank has ended, or the time limit is over."""
-    allowed = "allowed: none; a rank that has ended or does not answer says why in its own output"
-    fail(RuntimeError, op, argument, got, allowed)
+    hint = "see the output of the rank that has ended or does not answer"
+    fail(RuntimeError, op, argument, got, hint=hint)
 
 
 def table_of_ranks(op: str, values: Sequence[int], group_name: str) -> list[list[int]]:

@@ -83,8 +83,8 @@ def check_group(op: str, ranks: Ranks, group: dist.ProcessGroup | None) -> None:
     try:
         dist.get_process_group_ranks(group_named(ranks.group_name) if group is None else group)
     except (KeyError, RuntimeError, ValueError):
-        allowed = "allowed: a group that exists; build and shard the layer after init_process_group"
-        fail(RuntimeError, op, "group", f"{ranks.group_name!r}, which has been destroyed", allowed)
+        hint = "build and shard the layer after init_process_group"
+        fail(RuntimeError, op, "group", f"{ranks.group_name!r}, which has been destroyed", hint=hint)
 
 
 def _not_ours(op: str, parameter: DTensor) -> NoReturn:

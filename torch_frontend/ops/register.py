@@ -18,7 +18,7 @@ from ...core_kernels.launch import fail
 from .private import dispatcher, in_forward_mode, transformed
 
 _LIBRARY = torch.library.Library("mxep", "FRAGMENT")
-_NO_GRADIENT = "allowed: none, ops are bytes in, bytes out; the differentiable functions are in mxep.torch_frontend"
+_NO_GRADIENT = "ops have no gradient: use the differentiable functions of mxep.torch_frontend"
 
 Op = Callable[..., Any]
 """An op of `torch.ops.mxep`, its default overload."""
@@ -41,14 +41,14 @@ def _register_with_dispatcher(name: str, schema: str, run: Callable[..., Any], f
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            fail(NotImplementedError, str(overload), "gradient", "a request for it", _NO_GRADIENT)
+            fail(NotImplementedError, str(overload), "gradient", "a request for it", hint=_NO_GRADIENT)
 
     def autograd(keyset: Any, *args: Any) -> Any:
         if in_forward_mode() and any(map(_has_tangent, args)):
-            fail(NotImplementedError, str(overload), "inputs", "tangents of forward mode", _NO_GRADIENT)
+            fail(NotImplementedError, str(overload), "inputs", "tangents of forward mode", hint=_NO_GRADIENT)
         if is_grad_enabled() and any_requires_grad(*args):
             if transformed():
-                fail(NotImplementedError, str(overload), "inputs", "tensors of torch.func.grad", _NO_GRADIENT)
+                fail(NotImplementedError, str(overload), "inputs", "tensors of torch.func.grad", hint=_NO_GRADIENT)
             return NoGradient.apply(keyset & after_autograd, *args)
         # Key sets are compared as integers: a DispatchKeySet takes much longer to list its keys.
         if keyset.raw_repr() in plain_keysets:
@@ -72,7 +72,7 @@ def _register_custom_op(name: str, schema: str, run: Callable[..., Any], fake: C
     overload = getattr(torch.ops.mxep, name).default
 
     def no_gradient(ctx: Any, *grads: Any) -> Any:
-        fail(NotImplementedError, str(overload), "gradient", "a request for it", _NO_GRADIENT)
+        fail(NotImplementedError, str(overload), "gradient", "a request for it", hint=_NO_GRADIENT)
 
     op.register_autograd(no_gradient)
     return overload

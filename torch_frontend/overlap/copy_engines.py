@@ -317,4 +317,10 @@ class _Driver:
 
     def _raise(self, code: int) -> None:
         if code:
-            fail(RuntimeError, OP, "a call of the driver", f"CUDA error {code}", "allowed: none")
+            fail(
+                RuntimeError,
+                OP,
+                "a call of the driver",
+                f"CUDA error {code}",
+                hint="see CUresult of the CUDA driver API",
+            )

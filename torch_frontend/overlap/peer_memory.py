@@ -197,8 +197,8 @@ class PeerMemory:
         has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]
         if any(need > size for need, size in zip(needs, has, strict=True)):
             if capturing:
-                got, allowed = "a call that needs more than any before, in a graph", "allowed: outside of the capture"
-                fail(RuntimeError, op, "transport", got, f"{allowed}; run the layer once at these sizes before")
+                got, hint = "a call that needs more than any before, in a graph", "run the layer once at these sizes"
+                fail(RuntimeError, op, "transport", got, hint=f"{hint} before the capture")
             if not new:
                 self._compare(op, shared)
             self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])

@@ -117,5 +117,5 @@ def group_that_is_gone() -> None:
     layers = [parallelize_module(MoE(D, HIDDEN, E, RouterConfig(TOP_K)), mesh, style) for style in styles]
     dist.destroy_process_group(group)
     for moe in layers:
-        words = f"MoE: group: got '{group.group_name}', which has been destroyed; allowed: a group that exists"
+        words = f"MoE: group: got '{group.group_name}', which has been destroyed; build and shard"
         raises(RuntimeError, words, partial(moe, batch()[:8]))
