@@ -71,6 +71,12 @@ class MoEStats(NamedTuple):
             Transformer, equation 4). 0 if the caller chose the experts.
         overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity. Their tokens are NaN in y,
             unless `MoEConfig.on_overflow` is "drop".
+
+    Example:
+        >>> config = MoEConfig(32, 64, num_experts=2, router=RouterConfig(top_k=1))
+        >>> _, stats = apply(init(jax.random.key(0), config), jnp.ones((3, 32)), config)
+        >>> stats.counts.sum().item(), stats.overflow.item()
+        (3, 0)
     """
 
     counts: jax.Array

@@ -239,7 +239,8 @@ def grouped_swiglu_ffn(
         >>> grouped_swiglu_ffn(x, w, w, w, jnp.array([1]), biases=biases, activation=gpt_oss)[0, 0].item()
         2.75
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op, recipe = "grouped_swiglu_ffn", resolve_compute("grouped_swiglu_ffn", recipe)
     SwiGLU.check(op, activation)

@@ -35,6 +35,11 @@ class Routing(NamedTuple):
         experts: (T, k) int32, the chosen experts of each token, best first.
         weights: (T, k) float32, their weights.
         shares: (E,) float32, the sum over the tokens of each expert's share of the scores. The auxiliary loss needs it.
+
+    Attributes:
+        experts: (T, k) int32, the chosen experts of each token, best first.
+        weights: (T, k) fp32, their weights.
+        shares: (E,) fp32, the sum over the tokens of each expert's share of the scores, which the auxiliary loss needs.
     """
 
     experts: jax.Array
@@ -144,8 +149,8 @@ def route(
         >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
         ([[1, 2]], [0.8808, 0.7311])
 
-    Sources: Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
-    2.1.2.
+    Source:
+        Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
     """
     op = "route"
     check_floats(op, "logits", logits)
@@ -214,7 +219,8 @@ def update_selection_bias(
         >>> update_selection_bias(jnp.zeros(3), jnp.array([4, 1, 1]), 0.5).tolist()
         [-0.5, 0.5, 0.5]
 
-    Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+    Source:
+        Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     check_floats(op, "selection_bias", selection_bias)

@@ -123,6 +123,26 @@ class GroupedExperts(nn.Module):
         return f"{sizes}, activation={self.activation}"
 
     def forward(self, groups_PD: Tensor, padded_counts: Tensor | Layout, probs_P: Tensor | None = None) -> Tensor:
+        """Multiply each group by its expert.
+
+        Args:
+            groups_PD: (P, D) bfloat16, float32 or an MXTensor, one padded group per local expert.
+            padded_counts: (local experts,) of an integer dtype, multiples of 32; or the RowMap that laid the groups
+                out, or another layout of a `dispatch`.
+            probs_P: (P,) float32, a weight for each row of the result; or None.
+
+        Returns:
+            (P, D) bfloat16.
+
+        Raises:
+            ValueError: shapes, counts that do not fit.
+            TypeError: dtypes.
+
+        Example:
+            >>> experts = GroupedExperts(32, 64, num_experts=2)
+            >>> experts(torch.ones(64, 32), torch.tensor([32, 32])).shape
+            torch.Size([64, 32])
+        """
         of = self._local()
         if not isinstance(padded_counts, Tensor) and hasattr(padded_counts, "run"):
             return padded_counts.run(of, groups_PD, probs_P)
@@ -182,6 +202,9 @@ class GroupedExperts(nn.Module):
         For microbatches of one optimizer step, evaluation and serving. The bytes take 2.06 bytes per weight, 4 for
         exact products on Hopper. The block holds for calls of all threads. Several blocks may be open and end in any
         order. A deep copy and a saved layer are outside of the block.
+
+        Returns:
+            A context manager.
 
         Raises:
             ValueError: For weights that FSDP has sharded, which are gathered in every call.

@@ -43,33 +43,41 @@ def shard_moe(
 ) -> nn.Module:
     """Shard a model with `MoE` layers over a mesh of two named dims, (data, experts); returns the model.
 
-    model: contains one `MoE` or more; or is one. Parameters are plain and on the mesh's device, or on "meta".
-    mesh: `init_device_mesh(device, (D, E), mesh_dim_names=("dp", "ep"))`, of all ranks or, with pipeline parallelism,
-        of a stage's. E divides the number of experts; D and E may be 1. Every rank passes tokens of its own. Dims in
-        the other order are taken by their names, if one of them is in `DATA_DIMS` or `EXPERT_DIMS` of this file; dims
-        with other names are (data, experts).
-    units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
-        always one. Without units all weights outside of the experts are gathered at once.
-    style: how rows are sent to experts. On the GPUs of one host, overlapped with the products:
-        `ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `ExpertParallel()`. Its
-        gradients are "mean".
-    mp_policy, offload_policy, reshard_after_forward: of FSDP2's `fully_shard`. Experts never cast their inputs, which
-        are MXFP8 or bf16 rows and fp32 weights.
-
     Parameters become DTensors: of the experts over both dims, of the rest over one dim of all ranks. A rank's loss is
     the mean over its tokens. Every gradient is the gradient of the mean of the ranks' losses: no divide factor is
     needed, over gloo or NCCL. `set_requires_gradient_sync(False)` of the model accumulates without communication over
     the data dim. One optimizer, fused or foreach, takes all parameters; clip with `clip_grad_norm_` of this package.
     Each rank keeps the shards of its own initial weights.
 
-    >>> def sharded(model, Block):  # under torchrun, for example on 8 GPUs
-    ...     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
-    ...     return shard_moe(model, mesh, [Block])
+    Args:
+        model: contains one `MoE` or more; or is one. Parameters are plain and on the mesh's device, or on "meta".
+        mesh: `init_device_mesh(device, (D, E), mesh_dim_names=("dp", "ep"))`, of all ranks or, with pipeline
+            parallelism, of a stage's. E divides the number of experts; D and E may be 1. Every rank passes tokens of
+            its own. Dims in the other order are taken by their names, if one of them is in `DATA_DIMS` or `EXPERT_DIMS`
+            of this file; dims with other names are (data, experts).
+        units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
+            always one. Without units all weights outside of the experts are gathered at once.
+        style: how rows are sent to experts. On the GPUs of one host, overlapped with the products:
+            `ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `ExpertParallel()`. Its gradients
+            are "mean".
+        mp_policy: of FSDP2's `fully_shard`. Experts never cast their inputs, which are MXFP8 or bf16 rows and fp32
+            weights.
+        offload_policy: of FSDP2's `fully_shard`.
+        reshard_after_forward: of FSDP2's `fully_shard`.
 
-    Raises TypeError and ValueError, before anything is sharded, for a mesh of other dims, without names or with two
-    names of one kind, a model
-    without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that are sharded
-    already, and a number of experts that E does not divide.
+    Returns:
+        `model`, sharded in place.
+
+    Raises:
+        TypeError: for arguments of another type, before anything is sharded.
+        ValueError: before anything is sharded, for a mesh of other dims, without names or with two names of one kind, a
+            model without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that
+            are sharded already, and a number of experts that E does not divide.
+
+    Example:
+        >>> def sharded(model, Block):  # under torchrun, for example on 8 GPUs
+        ...     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
+        ...     return shard_moe(model, mesh, [Block])
     """
     if not isinstance(units, Iterable):
         fail(TypeError, OP, "units", repr(units), "allowed: classes of modules, in a list")
@@ -173,12 +181,24 @@ def clip_grad_norm_(
     scalar, the same plain tensor on every rank. One reduction per mesh and dim. Plain parameters count as equal on all
     ranks. All ranks pass the same parameters in the same order.
 
-    >>> weight = nn.Parameter(torch.ones(3))
-    >>> weight.grad = torch.tensor([0.0, 3.0, 4.0])
-    >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
-    (tensor(5.), tensor([0.0000, 0.6000, 0.8000]))
+    Args:
+        parameters: a tensor or an iterable of tensors, the same in the same order on all ranks.
+        max_norm: the largest norm of the gradients after the call.
+        norm_type: p of the p-norm; may be infinity.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
+        foreach: as in `torch.nn.utils.clip_grad_norm_`.
 
-    Raises RuntimeError if error_if_nonfinite and the norm is infinite or NaN.
+    Returns:
+        The norm before the call, a scalar, the same plain tensor on every rank.
+
+    Raises:
+        RuntimeError: if error_if_nonfinite and the norm is infinite or NaN.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(3))
+        >>> weight.grad = torch.tensor([0.0, 3.0, 4.0])
+        >>> clip_grad_norm_([weight], max_norm=1.0), weight.grad
+        (tensor(5.), tensor([0.0000, 0.6000, 0.8000]))
     """
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in [parameters] if isinstance(parameters, Tensor) else parameters:

@@ -51,6 +51,12 @@ class MoEStats(NamedTuple):
             rank. The mean of aux_loss over the ranks is the auxiliary loss of their batch, and the same holds for its
             gradient. 0 if the caller chose the experts.
         overflow: int32 scalar, rows that did not fit; 0, since no row is dropped.
+
+    Example:
+        >>> moe = MoE(32, 64, num_experts=2, router=RouterConfig(top_k=1))
+        >>> _, stats = moe(torch.ones(3, 32))
+        >>> stats.counts.sum().item(), stats.overflow.item()
+        (3, 0)
     """
 
     counts: Tensor
@@ -170,7 +176,16 @@ class MoE(nn.Module):
 
     @contextmanager
     def cached_weights(self) -> Iterator[None]:
-        """`GroupedExperts.cached_weights` of the experts and of the shared expert."""
+        """`GroupedExperts.cached_weights` of the experts and of the shared expert.
+
+        Returns:
+            A context manager.
+
+        Example:
+            >>> moe = MoE(32, 64, num_experts=2, router=RouterConfig(top_k=1))
+            >>> with moe.cached_weights():
+            ...     y, stats = moe(torch.ones(3, 32))
+        """
         with ExitStack() as held:
             held.enter_context(self.experts.cached_weights())
             if self.shared_expert is not None:
@@ -180,6 +195,27 @@ class MoE(nn.Module):
     def forward(
         self, x: Tensor, experts: Tensor | None = None, weights: Tensor | None = None
     ) -> tuple[Tensor, MoEStats]:
+        """Run the layer on this rank's tokens.
+
+        Args:
+            x: (..., D) bfloat16 or float32.
+            experts: (..., k) int32 or int64, the experts of each token, chosen by the caller in place of the router; or
+                None.
+            weights: (..., k) float32, their weights; None without experts.
+
+        Returns:
+            (y, stats): y like x, and a `MoEStats`.
+
+        Raises:
+            ValueError: shapes, devices, experts that do not exist.
+            TypeError: dtypes.
+
+        Example:
+            >>> moe = MoE(32, 64, num_experts=2, router=RouterConfig(top_k=1))
+            >>> y, stats = moe(torch.ones(3, 32))
+            >>> y.shape, stats.counts.sum().item()
+            (torch.Size([3, 32]), 3)
+        """
         ranks = self.experts.expert_parallel or ALONE
         try:
             self._check(x)

@@ -342,7 +342,8 @@ def grouped_swiglu_ffn(
         >>> grouped_swiglu_ffn(x, w, w, w, torch.tensor([1]), biases=biases, activation=gpt_oss)[0, 0].item()
         2.75
 
-    Source: Shazeer, "GLU Variants Improve Transformer", 2020.
+    Source:
+        Shazeer, "GLU Variants Improve Transformer", 2020.
     """
     op = "grouped_swiglu_ffn"
     check_flag(op, "pad_token_groups", pad_token_groups)

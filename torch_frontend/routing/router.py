@@ -34,6 +34,11 @@ class Routing(NamedTuple):
         experts: (T, k) int32, the chosen experts of each token, best first.
         weights: (T, k) float32, their weights.
         shares: (E,) float32, the sum over the tokens of each expert's share of the scores. The auxiliary loss needs it.
+
+    Attributes:
+        experts: (T, k) int32, the chosen experts of each token, best first.
+        weights: (T, k) fp32, their weights.
+        shares: (E,) fp32, the sum over the tokens of each expert's share of the scores, which the auxiliary loss needs.
     """
 
     experts: Tensor
@@ -234,8 +239,8 @@ def route(logits: Tensor, router: RouterConfig, *, selection_bias: Tensor | None
         >>> experts.tolist(), [round(w, 4) for w in weights[0].tolist()]
         ([[1, 2]], [0.8808, 0.7311])
 
-    Sources: Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section
-    2.1.2.
+    Source:
+        Fedus et al., "Switch Transformers", 2021; DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 2.1.2.
     """
     op = "route"
     check_plain(op, "logits", logits)
@@ -319,7 +324,8 @@ def update_selection_bias(selection_bias: Tensor, counts: Tensor, rate: float) -
         >>> update_selection_bias(torch.zeros(3), torch.tensor([4, 1, 1]), 0.5).tolist()
         [-0.5, 0.5, 0.5]
 
-    Source: Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
+    Source:
+        Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024.
     """
     op = "update_selection_bias"
     require_tensor(op, "selection_bias", selection_bias)
