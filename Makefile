@@ -49,7 +49,7 @@ test: .venv/.dev
 
 # Everything that needs no GPU, 90 minutes on two cores at most. All parts run; fails at the end if one has failed.
 check-all: .venv/.dev
-	$(BIN)/python -m tests.check_all
+	$(BIN)/python -m tests.checks.check_all
 
 # Put faults into a copy of the committed code, one at a time, and fail if the tests miss one.
 faults: .venv/.dev
@@ -73,7 +73,7 @@ frozen-gpu:
 # Lines that the tests run, in Python and in C++. The next `make test` builds the extension again.
 coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
-	tests/coverage.sh
+	tests/checks/coverage.sh
 
 # A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install.
 # Then both are tested in new environments, with torch alone, jax alone and both, of the newest versions that pip picks.

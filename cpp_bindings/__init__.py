@@ -83,6 +83,9 @@ def warn_without_cuda(capability: tuple[int, int] | None) -> None:
     """Warn that Triton runs every op on a Hopper GPU, if this build has no CUDA kernels.
 
     Python's filter shows the warning once per frontend, since each calls this function on one line.
+
+    Args:
+        capability: The compute capability of the GPU, or None without a GPU.
     """
     if capability == (9, 0) and not cuda_archs:
         warnings.warn(

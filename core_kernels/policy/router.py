@@ -1,6 +1,6 @@
 """How a layer chooses the experts of a token, and its shared expert: two frozen dataclasses for both frontends.
 
-A field is checked once, here. `RouterConfig.check` and `SharedExpert.check` then need the number of experts alone.
+A field is checked once, here. `check_router` then needs the number of experts alone.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,18 @@ GroupScore = Literal["top2", "max"]
 
 
 class RouteOptions(TypedDict):
-    """The options of the op `route`."""
+    """The options of the op `route`, as in `RouterConfig`.
+
+    Attributes:
+        top_k: Experts per token.
+        score_func: The function from logits to scores.
+        normalize: Whether the weights of a token are divided by their sum.
+        route_scale: The factor of the weights.
+        num_groups: Groups of neighbouring experts.
+        top_k_groups: Groups among which a token chooses.
+        group_score: The score of a group.
+        force_balance: Whether all experts get equally many tokens.
+    """
 
     top_k: int
     score_func: ScoreFunc
@@ -93,15 +104,6 @@ class RouterConfig:
             force_balance=self.force_balance,
         )
 
-    @classmethod
-    def check(cls, op: str, router: object, num_experts: int) -> "RouterConfig":
-        """Return `router`; raise unless it is a RouterConfig that chooses among this number of experts."""
-        if not isinstance(router, cls):
-            example = f"RouterConfig(top_k={router})" if type(router) is int else "RouterConfig(top_k=2)"
-            fail(TypeError, op, "router", repr(router), f"allowed: a RouterConfig, such as {example}")
-        check_experts(op, num_experts, router.top_k, router.num_groups, router.top_k_groups, router.group_score)
-        return router
-
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
@@ -130,12 +132,53 @@ class SharedExpert:
             fail(ValueError, "SharedExpert", "hidden_dim", self.hidden_dim, allowed)
         _require_type("SharedExpert", "gate", self.gate, bool)
 
-    @classmethod
-    def check(cls, op: str, shared: object) -> "SharedExpert | None":
-        """Return `shared`; raise TypeError unless it is a SharedExpert or None."""
-        if shared is not None and not isinstance(shared, cls):
-            fail(TypeError, op, "shared", repr(shared), "allowed: a SharedExpert, or None for no shared expert")
-        return shared
+
+def check_router(op: str, router: object, num_experts: int) -> RouterConfig:
+    """Check the argument `router` of a function.
+
+    Args:
+        op: The function that an error names.
+        router: The argument.
+        num_experts: The number of experts among which it chooses.
+
+    Returns:
+        `router`.
+
+    Raises:
+        TypeError: For another type.
+        ValueError: For a config that does not fit the number of experts.
+
+    Example:
+        >>> check_router("MoE", RouterConfig(2), 8).top_k
+        2
+    """
+    if not isinstance(router, RouterConfig):
+        example = f"RouterConfig(top_k={router})" if type(router) is int else "RouterConfig(top_k=2)"
+        fail(TypeError, op, "router", repr(router), f"allowed: a RouterConfig, such as {example}")
+    check_experts(op, num_experts, router.top_k, router.num_groups, router.top_k_groups, router.group_score)
+    return router
+
+
+def check_shared(op: str, shared: object) -> SharedExpert | None:
+    """Check the argument `shared` of a layer.
+
+    Args:
+        op: The function that an error names.
+        shared: The argument.
+
+    Returns:
+        `shared`.
+
+    Raises:
+        TypeError: Unless it is a SharedExpert or None.
+
+    Example:
+        >>> check_shared("MoE", SharedExpert(32))
+        SharedExpert(hidden_dim=32, gate=False)
+    """
+    if shared is not None and not isinstance(shared, SharedExpert):
+        fail(TypeError, op, "shared", repr(shared), "allowed: a SharedExpert, or None for no shared expert")
+    return shared
 
 
 def _require_type(op: str, field: str, value: Any, kind: type) -> None:

@@ -19,7 +19,7 @@ from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.router import RouterConfig, SharedExpert
+from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.peer_memory import Transport, check_transport
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
@@ -98,8 +98,8 @@ class MoEConfig:
             if not 1 <= size < 2**31 or size % BLOCK:
                 fail(ValueError, op, name, size, f"allowed: positive multiples of {BLOCK} below 2^31")
         check_size(op, "num_experts", self.num_experts, 1)
-        RouterConfig.check(op, self.router, self.num_experts)
-        SharedExpert.check(op, self.shared)
+        check_router(op, self.router, self.num_experts)
+        check_shared(op, self.shared)
         check_deduplicate(op, self.deduplicate)
         if self.deduplicate is not None and self.router.prob_in == "input":
             allowed = "allowed: None with prob_in='input', whose replicas have a row each"

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ...core_kernels.launch import fail
-from ...core_kernels.policy.router import RouterConfig
+from ...core_kernels.policy.router import RouterConfig, check_router
 from .. import ops
 from ..ops.call import jitted
 from ..ops.checks import check_floats, check_integers, check_matrix, check_shape, check_values, reads_values
@@ -155,7 +155,7 @@ def route(
     op = "route"
     check_floats(op, "logits", logits)
     check_matrix(op, "logits", logits)
-    router = RouterConfig.check(op, router, logits.shape[1])
+    router = check_router(op, router, logits.shape[1])
     if router.selection_bias and selection_bias is None:
         fail(ValueError, op, "selection_bias", None, "allowed: an array (E,) float32 with router.selection_bias=True")
     bias = None

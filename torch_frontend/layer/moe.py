@@ -25,7 +25,7 @@ from ...core_kernels.launch import fail
 from ...core_kernels.policy.metrics import MoEMetrics, describe
 from ...core_kernels.policy.prob_in import ProbIn
 from ...core_kernels.policy.recipe import Recipe
-from ...core_kernels.policy.router import RouterConfig, SharedExpert
+from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
@@ -153,8 +153,8 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
-        self.router_config = RouterConfig.check("MoE", router, num_experts)
-        shared = SharedExpert.check("MoE", shared)
+        self.router_config = check_router("MoE", router, num_experts)
+        shared = check_shared("MoE", shared)
         self.num_experts = num_experts
         self.router = nn.Linear(dim, num_experts, bias=router.bias, dtype=dtype, device=device)
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if router.selection_bias else None

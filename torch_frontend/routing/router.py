@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...core_kernels.launch import fail
-from ...core_kernels.policy.router import RouterConfig
+from ...core_kernels.policy.router import RouterConfig, check_router
 from ..ops import direct as ops
 from ..ops.call import FLOATS, require_tensor
 from ..ops.checks import check_counts, check_plain, check_shape, reads_values
@@ -248,7 +248,7 @@ def route(logits: Tensor, router: RouterConfig, *, selection_bias: Tensor | None
     if logits.dtype not in FLOATS:
         fail(TypeError, op, "logits", f"dtype {logits.dtype}", "allowed: float32 or bfloat16")
     check_shape(op, "logits", logits, ("T", "E"))
-    router = RouterConfig.check(op, router, logits.shape[1])
+    router = check_router(op, router, logits.shape[1])
     if router.selection_bias and selection_bias is None:
         fail(ValueError, op, "selection_bias", None, "allowed: a tensor (E,) float32 with router.selection_bias=True")
     bias = _selection(op, selection_bias, logits.shape[-1:], logits.device)

@@ -1,4 +1,4 @@
-"""Plugin of pytest for tests/coverage.sh: gcov's counts are written when the tests of a process end.
+"""Plugin of pytest for tests/checks/coverage.sh: gcov's counts are written when the tests of a process end.
 
 gcov writes them when the process exits, but pytest-xdist kills a worker that takes ten seconds for that.
 """

@@ -3,10 +3,10 @@
 #
 #   extension built to count lines --> tests --> coverage report (Python), gcovr (C++)
 #
-# Runs the processes of `make test`, which builds the usual extension again. tests/gcov.py has each of them write its
+# Runs the processes of `make test`, which builds the usual extension again. tests/checks/gcov.py has each of them write its
 # counts of C++ lines. Reports, data and the build are in build/coverage.
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 bin=$PWD/.venv/bin out=$PWD/build/coverage
 export PATH=$bin:$PATH OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$out/python
 export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -19,7 +19,7 @@ CXXFLAGS="--coverage -fprofile-update=atomic -fprofile-abs-path" LDFLAGS="--cove
   --config-settings=build-dir="$out/build" --config-settings=cmake.define.MXEP_CUDA=ON
 
 measure() {
-  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.gcov -m "${MARKED-not slow}" \
+  "$bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder -p tests.checks.gcov -m "${MARKED-not slow}" \
     --cov --cov-append --cov-report= --durations=0 "$@"
 }
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
