@@ -25,7 +25,8 @@ measure() {
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
 measure | tee "$out/normal.log"
 "$bin/python" -m coverage report --show-missing | tee "$out/python.txt"
-for floor in core_kernels=90 torch_frontend=90 jax_frontend=90; do
+"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines "$out/build" | tee "$out/cpp.txt"
+# `tests/jax_frontend` alone, without slow tests, runs 98% of jax_frontend and 58% of core_kernels.
+for floor in core_kernels=56 jax_frontend=96; do
   "$bin/python" -m coverage report --include "${floor%=*}/*" --fail-under "${floor#*=}" --format total
 done
-"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines "$out/build" | tee "$out/cpp.txt"

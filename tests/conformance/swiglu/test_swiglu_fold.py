@@ -30,7 +30,7 @@ def _rising(width: int, weighted: bool) -> Glu:
     return Glu(dh, gate, np.roll(dh, 1, 1), prob)
 
 
-RISING = {(width, weighted): _rising(width, weighted) for width in (32, 160) for weighted in (True, False)}
+RISING = {(width, weighted): _rising(width, weighted) for width, weighted in ((32, False), (160, True))}
 
 
 def assert_defined(backend: str, ops: Ops, case: Glu, ends: Array, **options: float) -> None:
@@ -39,7 +39,7 @@ def assert_defined(backend: str, ops: Ops, case: Glu, ends: Array, **options: fl
     check.as_defined(backend, fixed("swiglu_bwd_fold", *arrays, **options), got, arrays)
 
 
-@pytest.mark.parametrize("numbers", ["", "gpt_oss", "limit_alone"])
+@pytest.mark.parametrize("numbers", ["", "gpt_oss", pytest.param("limit_alone", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_kind_of_value(backend: str, ops: Ops, name: str, numbers: str) -> None:
     """NaN, infinities and zeros, with and without probabilities; an empty group, and rows past the last end."""
