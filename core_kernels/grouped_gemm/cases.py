@@ -234,12 +234,12 @@ def _bias(name: str) -> Arrays:
     return *operands, bias, ends
 
 
-def _sum(name: str, octaves: int) -> Arrays:
-    """The second product has its own depth. Its rows are 2^octaves larger and its weights as much smaller."""
+def _sum(name: str, e: int) -> Arrays:
+    """The second product has its own depth. Its rows are 2^e larger and its weights as much smaller."""
     case, rng = M_GROUPED[name], seeded(f"sum {name}")
     (groups, n, k), depth = case.rhs_t.shape, 3 * BLOCK
-    lhs2 = (rng.standard_normal((len(case.lhs), depth)) * 2.0**octaves * np.sqrt(k / depth)).astype(BF16)
-    rhs2 = (rng.standard_normal((groups, n, depth)) * 2.0**-octaves).astype(BF16)
+    lhs2 = (rng.standard_normal((len(case.lhs), depth)) * 2.0**e * np.sqrt(k / depth)).astype(BF16)
+    rhs2 = (rng.standard_normal((groups, n, depth)) * 2.0**-e).astype(BF16)
     return *(t for x in (case.lhs, case.rhs_t, lhs2, rhs2) for t in quantize_row_fold(x)), case.group_ends
 
 
