@@ -57,9 +57,9 @@ def normal(*shape: int, seed: int = 0, dtype: str = "bfloat16") -> jax.Array:
 def moe(params: dict, x: jax.Array, config: MoEConfig) -> tuple[jax.Array, jax.Array]:
     """Every expert on every token, then the chosen ones: (y, aux_loss)."""
     logits = x @ params["router"].T
-    scores = jax.nn.softmax(logits) if config.score_func == "softmax" else jax.nn.sigmoid(logits)
-    probs, chosen = jax.lax.top_k(scores, config.top_k)
-    probs = probs / probs.sum(-1, keepdims=True) if config.normalize else probs
+    scores = jax.nn.softmax(logits) if config.router.score_func == "softmax" else jax.nn.sigmoid(logits)
+    probs, chosen = jax.lax.top_k(scores, config.router.top_k)
+    probs = probs / probs.sum(-1, keepdims=True) if config.router.normalize else probs
     w = params["experts"]
     hidden = jax.nn.silu(jnp.einsum("td,efd->tef", x, w["w1"])) * jnp.einsum("td,efd->tef", x, w["w3"])
     out = jnp.einsum("tef,edf->ted", hidden, w["w2"])

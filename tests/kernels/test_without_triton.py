@@ -28,20 +28,20 @@ assert (q[0, 0], sf[0, 0]) == (126, 127)
 """
 TORCH = """
 import torch
-from mxep.torch_frontend import MoE, capabilities, ops
+from mxep.torch_frontend import MoE, RouterConfig, capabilities, ops
 q, sf = ops.quantize_row(torch.full((1, 32), 448.0))
 assert (int(q[0, 0]), int(sf[0, 0])) == (126, 127)
-layer = MoE(32, 64, num_experts=4, top_k=2)
+layer = MoE(32, 64, 4, RouterConfig(top_k=2))
 layer(torch.randn(5, 32))[0].sum().backward()
 assert layer.experts.w1.grad.isfinite().all()
 assert "triton is missing" in capabilities("cpu")["combine"][1]["triton"]
 """
 JAX = """
 import jax, jax.numpy as jnp
-from mxep.jax_frontend import MoEConfig, capabilities, moe, ops
+from mxep.jax_frontend import MoEConfig, RouterConfig, capabilities, moe, ops
 q, sf = ops.quantize_row(jnp.full((1, 32), 448.0))
 assert (int(q[0, 0]), int(sf[0, 0])) == (126, 127)
-config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, top_k=2)
+config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, router=RouterConfig(top_k=2))
 params, x = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (5, 32))
 grads = jax.jit(jax.grad(lambda params: moe.apply(params, x, config)[0].sum()))(params)
 assert all(jnp.isfinite(grad).all() for grad in jax.tree.leaves(grads))

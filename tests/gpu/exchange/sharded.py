@@ -117,7 +117,8 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
         placed = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, moe.specs(CONFIG))
         arrays, results = (placed, jax.device_put(x, NamedSharding(mesh, tokens))), []
         for transport in get_args(Transport):
-            config = replace(CONFIG, dim=dim, recipe=recipe, prob_in=prob_in, transport=transport)
+            router = replace(CONFIG.router, prob_in=prob_in)
+            config = replace(CONFIG, dim=dim, recipe=recipe, router=router, transport=transport)
             layer = partial(moe.sharded_apply, config=config, tokens=tokens, mesh=mesh)
 
             def loss(params: Any, x: jax.Array, layer: Callable = layer) -> tuple[jax.Array, jax.Array]:

@@ -98,7 +98,7 @@ def test_the_program_for_gpus() -> None:
     assert Counter(re.findall(r"@mxep\.peers\.(\w+)", text)) == {"permute_mx": 2, "combine": 2, "permute_rows": 2}
     assert "all_to_all" not in text
     gathered = re.findall(r"all_gather.*?-> tensor<([\dx]+)xi32>", text, re.DOTALL)
-    assert sorted(gathered) == sorted(["2x4", str(2 * TOKENS * config.top_k)])
+    assert sorted(gathered) == sorted(["2x4", str(2 * TOKENS * config.router.top_k)])
 
 
 def test_refused() -> None:

@@ -21,6 +21,7 @@ RANKS, TOKENS, DIM, HIDDEN = 4, 25, 64, 96
 CONFIG = moe.MoEConfig(
     DIM, HIDDEN, num_experts=8, router=RouterConfig(top_k=2, prob_in="combine"), recipe="mxfp8_wgrad_with_hp"
 )
+WEIGHTED = dataclasses.replace(CONFIG.router, prob_in="swiglu")
 CAPACITY = TOKENS * CONFIG.router.top_k
 RECEIVED = RANKS * CAPACITY
 PADDED = 288  # RECEIVED rows, and 32 more for each of the 2 local experts, up to a multiple of 32
@@ -180,7 +181,7 @@ def test_tokens_are_summed_by_a_kernel(gradient: Program) -> None:
 
 
 def test_probabilities_inside_the_experts_travel_with_the_rows_and_save_none(gradient: Program) -> None:
-    weighed = compile_layer(gradient=True, prob_in="swiglu")
+    weighed = compile_layer(gradient=True, router=WEIGHTED)
     probs = f"f32[{CAPACITY},1]"
     assert wires(weighed) == wires(gradient) | {(probs, False): 1, (probs, True): 1}
     assert calls(weighed, "combine") == {"combine": 2}, "the gradient of a sum without weights is a copy"
@@ -198,7 +199,7 @@ def test_the_companions_are_compiled_away(gradient: Program) -> None:
 @pytest.mark.parametrize("prob_in", ["combine", "swiglu"])  # "input" has a row per token and expert
 def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
     """T rows are quantized, copied into the groups as bytes and summed out of them, whatever K is."""
-    config = dataclasses.replace(CONFIG, prob_in=prob_in)
+    config = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, prob_in=prob_in))
 
     def loss(params, x):
         return (moe.apply(params, x, config)[0] ** 2).sum()
@@ -220,7 +221,7 @@ def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
 def test_folded_products_read_packed_rows_through_their_map() -> None:
     """No kernel stores the rows of the groups, neither for a product nor for the gradients of w1 and w3. One stores
     the rows of the outputs' gradient."""
-    config = dataclasses.replace(CONFIG, prob_in="swiglu", recipe=Recipe.parse("mxfp8", compute="fold"))
+    config = dataclasses.replace(CONFIG, router=WEIGHTED, recipe=Recipe.parse("mxfp8", compute="fold"))
     params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
     x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
     gradient = jax.grad(lambda params, x: (moe.apply(params, x, config)[0] ** 2).sum(), argnums=(0, 1))

@@ -122,7 +122,7 @@ ROWS, HIDDEN, OUTPUTS = PADDED * 66, PADDED * 96 * 2, PADDED * 64 * 2
 
 def saved_nbytes(policy) -> int:
     """What the gradient saves besides its arguments, with outputs that combine weighs."""
-    config = dataclasses.replace(CONFIG, prob_in="combine")
+    config = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, prob_in="combine"))
     layer = jax.checkpoint(lambda params, x: moe.apply(params, x, config)[0].sum(), policy=policy)
     leaves = jax.tree.leaves(jax.eval_shape(lambda p, x: jax.vjp(layer, p, x)[1], PARAMS, X))
     given = jax.tree.leaves((PARAMS, X))

@@ -249,5 +249,7 @@ def test_experts_that_the_caller_chose_are_split_with_the_tokens() -> None:
     got = layer(params_of(CONFIG), X, experts=experts, weights=weights)
     want = moe.apply(params_of(CONFIG), X, CONFIG, experts=experts, weights=weights)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
-    biased = layer(params_of(CONFIG), X, selection_bias=bias)[1].counts
-    np.testing.assert_array_equal(biased, moe.apply(params_of(CONFIG), X, CONFIG, selection_bias=bias)[1].counts)
+    config = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, selection_bias=True))
+    layer = jax.jit(partial(moe.sharded_apply, config=config, tokens=BOTH, mesh=mesh_of()))
+    biased = layer(params_of(config), X, selection_bias=bias)[1].counts
+    np.testing.assert_array_equal(biased, moe.apply(params_of(config), X, config, selection_bias=bias)[1].counts)

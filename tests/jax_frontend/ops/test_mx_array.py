@@ -174,7 +174,7 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
 )
 def test_an_mx_gradient_in_arithmetic_names_the_way_out(misuse) -> None:
     wrapped = MXGradArray.wrap(jnp.ones((4, 32)))
-    with pytest.raises(TypeError, match=r"MXGradArray.*allowed: .* use `.value` elsewhere"):
+    with pytest.raises(TypeError, match=r"MXGradArray.*use `.value` elsewhere"):
         misuse(wrapped)
-    with pytest.raises(TypeError, match=r"MXGradArray.*allowed: .* use `.value` elsewhere"):
+    with pytest.raises(TypeError, match=r"MXGradArray.*use `.value` elsewhere"):
         jax.jit(lambda x: misuse(MXGradArray.wrap(x)))(jnp.ones((4, 32)))

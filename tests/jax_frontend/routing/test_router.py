@@ -131,7 +131,7 @@ def test_experts_chosen_outside() -> None:
     params["router_bias"] = jnp.arange(EXPERTS, dtype=jnp.float32) / 4
     x = normal(5, 8, DIM, dtype="float32")
     want, stats = moe.apply(params, x, config(router_bias=True))
-    _, own = moe._route(params, x.reshape(-1, DIM), config())
+    _, own = moe._route(params, x.reshape(-1, DIM), config().router)
     experts, weights = (a.reshape(5, 8, TOP_K) for a in (own.experts, own.weights))
 
     def outside(weights):
