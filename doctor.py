@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def _version(package: str) -> str:
 
 
 def _packages(problems: list[str], warnings: list[str]) -> None:
-    asked = dict(_requirement(line) for line in metadata.requires("mxep") or [])
+    asked = requirements(metadata.requires("mxep") or [])
     print(f"  {'':14}{'here':16}{'asked for':16}tested with")
     for package, tested in TESTED.items():
         version, spec = _version(package), asked.get(package, "")
@@ -145,13 +145,17 @@ def _packages(problems: list[str], warnings: list[str]) -> None:
             problems.append(f"{package} is missing; `pip install '{package}{spec}'`")
 
 
-def _requirement(line: str) -> tuple[str, str]:
+def requirements(lines: Iterable[str]) -> dict[str, str]:
+    """Package -> its bounds: the first that an extra gives, since another extra may name the package without any.
+
+    >>> requirements(['jax<0.12,>=0.10.2; extra == "jax"', 'jax[cuda13]; extra == "jax-cuda"'])
+    {'jax': '<0.12,>=0.10.2'}
     """
-    >>> _requirement('torch<2.14,>=2.11; extra == "torch"')
-    ('torch', '<2.14,>=2.11')
-    """
-    name, spec = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", line).groups()  # type: ignore[union-attr]
-    return name, spec.strip()
+    found: dict[str, str] = {}
+    for line in lines:
+        name, spec = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", line).groups()  # type: ignore[union-attr]
+        found[name] = found.get(name) or spec.strip()
+    return found
 
 
 def satisfies(version: str, spec: str) -> bool:
