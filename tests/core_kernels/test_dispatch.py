@@ -1,5 +1,7 @@
 """The implementation that each op runs on each GPU: one table for dispatch.py and for both frontends."""
 
+import re
+import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -131,3 +133,27 @@ def test_a_device_that_is_neither_cpu_nor_gpu_runs_nothing() -> None:
     assert set(dispatch.absent(meta)) == set(IMPLEMENTATIONS)
     with pytest.raises(NotImplementedError, match="quantize_row: device: got meta; allowed: cpu and cuda"):
         dispatch.choose(ops.OPS["quantize_row"], meta, None)
+
+
+def warnings_of(frontend: Callable, capability: tuple[int, int], forced: Implementation | None) -> list[str]:
+    """The warnings of two choices, as Python's filter shows them: once per line of code."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.resetwarnings()
+        vars(torch_device).pop("__warningregistry__", None)
+        vars(jax_device).pop("__warningregistry__", None)
+        for name in ("quantize_row", "quantize_col"):
+            frontend(ops.OPS[name], capability, forced)
+    return [f"{warning.category.__name__}: {warning.message}" for warning in caught]
+
+
+@pytest.mark.parametrize("frontend", [from_torch, from_jax])
+def test_a_build_without_cuda_kernels_warns_once_on_hopper(frontend: Callable) -> None:
+    assert warnings_of(frontend, (9, 0), None) == []
+    with mock.patch.object(cpp_bindings, "cuda_archs", ()):
+        (told,) = warnings_of(frontend, (9, 0), None)
+        for capability, forced in (((9, 0), "triton"), ((8, 9), None), ((10, 0), None), ((12, 0), None)):
+            assert warnings_of(frontend, capability, forced) == [], (capability, forced)
+        cpp_bindings.warn_without_cuda(None)  # a CPU
+    assert re.match("RuntimeWarning: mxep: this build has no CUDA kernels, so Triton runs every op on this sm_90", told)
+    for fact in ("commit 95fb47a", "commit f2edb52", "no stored measurement", "`make install-gpu`", "nvcc 13.0", "580"):
+        assert fact in told
