@@ -54,19 +54,20 @@ def test_an_environment_with_torch_alone(bare: str, tmp_path: Path) -> None:
     assert ran.stderr.splitlines()[1].endswith(f"pip install {BUILD}")
 
 
-def configure(folder: Path, *options: str) -> str:
-    """What CMake says about the CUDA kernels, in one line."""
+def configure(folder: Path, *options: str, **environment: str) -> tuple[str, str]:
+    """What CMake says about the CUDA kernels, in one line; its warnings, in one line too."""
     options = (f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}", *options)
     command = [CMake.default_search(version=SpecifierSet(">=3.26")).cmake_path, "-S", ROOT, "-B", folder, *options]
-    ran = subprocess.run(command, capture_output=True, text=True)
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     assert ran.returncode == 0, ran.stderr
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("-- CUDA kernels: "))
-    return line.removeprefix("-- CUDA kernels: ")
+    return line.removeprefix("-- CUDA kernels: "), " ".join(ran.stderr.split())
 
 
 def test_cuda_kernels_are_compiled_where_a_driver_could_launch_them(tmp_path: Path) -> None:
-    """AUTO, the default, on this machine; then on one whose driver is told to CMake."""
-    said = configure(tmp_path / "here")
+    """AUTO, the default, on this machine; then on one whose driver is told to CMake, with an older nvcc on the PATH."""
+    said, warned = configure(tmp_path / "here")
+    assert "CUDA kernels" not in warned
     if DRIVER:
         assert said.startswith("with /")
     else:
@@ -74,4 +75,13 @@ def test_cuda_kernels_are_compiled_where_a_driver_could_launch_them(tmp_path: Pa
             "none, this machine has no NVIDIA driver; `pip install . --config-settings=cmake.define."
         )
         assert "MXEP_CUDA=ON` compiles them with nvcc 13.0 or newer" in said
-    assert configure(tmp_path / "driver", "-DMXEP_DRIVER=/proc/driver/nvidia/version").startswith("with /")
+
+    older = tmp_path / "older/nvcc"
+    older.parent.mkdir()
+    older.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 12.9, V12.9.86'\n")
+    older.chmod(0o755)
+    path = f"{older.parent}{os.pathsep}{os.environ['PATH']}"
+    said, warned = configure(tmp_path / "driver", "-DMXEP_DRIVER=/proc/driver/nvidia/version", PATH=path)
+    assert said.startswith("with /")
+    assert str(older) not in said
+    assert f"CUDA kernels: skipped {older} of CUDA 12.9: the kernels need nvcc 13.0 or newer" in warned
