@@ -10,7 +10,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.p
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel install-gpu test-gpu lint format benchmark docs serve-docs clean
+.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel sdist release install-gpu test-gpu lint format benchmark docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -76,13 +76,35 @@ coverage: .venv/.dev
 	tests/checks/coverage.sh
 
 # A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install.
-# Then both are tested in new environments, with torch alone, jax alone and both, of the newest versions that pip picks.
-# CUDA=OFF builds both without CUDA kernels, which takes a minute if nothing is built yet.
+# Then auditwheel names the system libraries that the wheel needs, and both are tested in new environments, with torch
+# alone, jax alone and both, of the newest versions that pip picks. CUDA=OFF builds both without CUDA kernels, which takes
+# a minute if nothing is built yet.
 wheel: CUDA ?= ON
 wheel: .venv/.nvcc
 	$(WHEEL)/cpu . $(CUDA_KERNELS)=OFF
 	$(WHEEL) . $(CUDA_KERNELS)=$(CUDA)
-	tests/install/wheel.sh dist dist/cpu
+	$(PIP) auditwheel
+	$(BIN)/auditwheel show "$$(ls -t dist/*.whl | head -1)"
+	$(BIN)/python tests/install/sizes.py dist
+	tests/install/wheel.sh $(abspath $(BIN))/python dist dist/cpu
+
+# The sources in dist/. Then they are built without CUDA kernels in a new environment, where a part of their own tests
+# runs.
+SDIST = "$$(ls -t dist/*.tar.gz | head -1)"
+sdist: .venv/.base
+	$(BIN)/python -c "from scikit_build_core.build import build_sdist; print(build_sdist('dist'))"
+	$(BIN)/python tests/install/sizes.py dist
+	tests/install/conformance.sh $(abspath $(BIN))/python $(SDIST) $(SDIST)
+
+# The files of a release in dist/, of a committed tree, each tried in new environments. The Python of .venv is that of the
+# wheel: with 3.12 or newer the wheel is for all of these, with 3.11 for 3.11 alone.
+release:
+	@test -z "$$(git status --porcelain)" || { echo "release: commit first: the sdist has the files of the folder"; exit 1; }
+	rm -rf dist
+	$(MAKE) wheel
+	$(MAKE) sdist
+	tests/install/conformance.sh $(abspath $(BIN))/python "$$(ls dist/*.whl)" $(SDIST)
+	@echo && $(BIN)/python tests/install/sizes.py dist && echo "Released files of $$(git rev-parse --short HEAD) are in dist/."
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already. Downloads nothing; names the packages that
 # the build needs and that are missing, and fails without nvcc.
