@@ -96,8 +96,8 @@ sdist: .venv/.base
 	$(BIN)/python tests/install/sizes.py dist
 	tests/install/conformance.sh $(abspath $(BIN))/python $(SDIST) $(SDIST)
 
-# The files of a release in dist/, of a committed tree, each tried in new environments. The Python of .venv is that of the
-# wheel: with 3.12 or newer the wheel is for all of these, with 3.11 for 3.11 alone.
+# The files of a release in dist/, of a committed tree, each tried in new environments. If the Python of .venv is 3.12 or
+# newer, the wheel is for 3.12 and all later releases; if it is 3.11, for 3.11 alone.
 release:
 	@test -z "$$(git status --porcelain)" || { echo "release: commit first: the sdist has the files of the folder"; exit 1; }
 	rm -rf dist
