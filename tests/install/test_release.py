@@ -14,7 +14,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 
 def test_the_version_is_the_same_everywhere() -> None:
-    """mxep.__version__ is that of the installed metadata."""
+    """`mxep.__version__` is read from the installed metadata."""
     assert __version__ == VERSION
     citation = dict(re.findall(r"^([\w-]+): (.+)$", (ROOT / "CITATION.cff").read_text(), re.M))
     assert citation["version"] == VERSION
