@@ -1,5 +1,5 @@
 """`python -m benchmarks.readme`: write the generated parts of README.md and of docs/: results/performance.md,
-results/status.md, guides/overlap.md, design/ep_scale.md, design/layer_bytes.md.
+results/status.md, results/expert_parallel.md, design/ep_scale.md, design/layer_bytes.md.
 
 results/*.jsonl --newest commit of each op--> tables --> the text between two markers of each document
                                               '-> results/h200_products.svg, h200_ep_scale.svg
@@ -36,7 +36,7 @@ DOCUMENTS: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": lambda: speed.table(newest("h200"), newest("h200_ep", table_ep.is_ep)),
     ROOT / "docs" / "results" / "performance.md": performance,
     ROOT / "docs" / "results" / "status.md": status.tables,
-    ROOT / "docs" / "guides" / "overlap.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
+    ROOT / "docs" / "results" / "expert_parallel.md": lambda: table_ep.tables(newest("h200_ep", table_ep.is_ep)),
     ROOT / "docs" / "design" / "ep_scale.md": ep_scale.tables,
     ROOT / "docs" / "design" / "layer_bytes.md": table_layer_bytes.tables,
 }

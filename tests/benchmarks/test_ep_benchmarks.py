@@ -104,7 +104,7 @@ def test_the_tables_have_a_row_per_candidate(
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     for row in rows:
         results.record(results.Run("2x GPU", "a" * 40), results.Line(**row), tmp_path / "h200_ep.jsonl")
-    text = readme.DOCUMENTS[ROOT / "docs" / "guides" / "overlap.md"]()
+    text = readme.DOCUMENTS[ROOT / "docs" / "results" / "expert_parallel.md"]()
     product, layer = text.split("### The whole layer")
     assert (product.count("\n| 256,"), layer.count("\n| 96,")) == (6, 9)
     assert product.count(" / ") > layer.count("| `Collectives` |") == 3

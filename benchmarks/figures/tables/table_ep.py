@@ -1,4 +1,4 @@
-"""The tables of expert parallelism in docs/guides/overlap.md: one product and the whole layer, forward and backward."""
+"""The tables of docs/results/expert_parallel.md: one product and the whole layer, forward and backward."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

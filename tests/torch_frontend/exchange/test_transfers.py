@@ -1,4 +1,4 @@
-"""What `Recipe.mxfp8_all_to_all` costs: the table of docs/guides/overlap.md, measured here, and refused names."""
+"""What `Recipe.mxfp8_all_to_all` costs: the table of docs/results/expert_parallel.md, and refused names."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from mxep.core_kernels.policy.recipe import Recipe, TransferName
 from mxep.torch_frontend import TokenReplicas, combine, dispatch, grouped_swiglu_ffn, sort_by_expert
 from torch import Tensor
 
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "overlap.md"
+PAGE = Path(__file__).parents[3] / "docs" / "results" / "expert_parallel.md"
 T, D, F, E, K = 512, 256, 256, 4, 2
 TRANSFERS: tuple[TransferName, ...] = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 MARGIN_DB = 0.2
