@@ -1,10 +1,10 @@
 # Sourced by wheel.sh and conformance.sh; `python` is set: the absolute path of the Python that makes environments.
 
 declare -A layer=(
-  [torch]="import torch; from mxep.torch_frontend import MoE
-y, _ = MoE(32, 64, num_experts=4, top_k=2)(torch.randn(5, 32)); y.sum().backward()"
-  [jax]="import jax; from mxep.jax_frontend import MoEConfig, moe
-config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, top_k=2)
+  [torch]="import torch; from mxep.torch_frontend import MoE, RouterConfig
+y, _ = MoE(32, 64, 4, RouterConfig(top_k=2))(torch.randn(5, 32)); y.sum().backward()"
+  [jax]="import jax; from mxep.jax_frontend import MoEConfig, RouterConfig, moe
+config = MoEConfig(dim=32, hidden_dim=64, num_experts=4, router=RouterConfig(top_k=2))
 params, x = moe.init(jax.random.key(0), config), jax.random.normal(jax.random.key(1), (5, 32))
 y, _ = moe.apply(params, x, config)
 jax.grad(lambda params: moe.apply(params, x, config)[0].sum())(params)"
