@@ -43,6 +43,7 @@ WIRES = {
 SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
 ROWS, TOP_K, EXPERTS = 131072, 8, 256
 SENDS: tuple[Send, ...] = ("each", "summed", "host")
+BOUNDS = {"wire": "all-to-all", "products": "GEMMs", "host": "CPU"}
 SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -97,11 +98,11 @@ def _beside_measured() -> list[str]:
         sizes = f"{c.dim}/{c.hidden}, {c.rows} rows, {c.experts} experts"
         how = "no transport" if m.how == "in turn" else m.how
         rows.append((str(c.ranks), sizes, "" if m.how == "bf16" else f"`{c.recipe.name}`", how, *pairs))
-    fit = "No overlapped run is recorded: the model hides all that the schedule can hide."
+    fit = "No overlapped run is recorded: the model has no overlap loss."
     if unhidden:
         shares = ", ".join(f"{how} {of:.2f}" for how, of in unhidden.items())
-        fit = f"*Unhidden*, the median of a transport's runs at 7168/2048 and 8192/5120: {shares}."
-        fit += " At 2048/1408 the host takes longer than the GPU, which the model leaves out."
+        fit = f"*Overlap loss*, the median of a transport's runs at 7168/2048 and 8192/5120: {shares}."
+        fit += " At 2048/1408 CPU launch overhead exceeds the GPU time, which the model leaves out."
     head = "GPUs | dim/hidden, per rank | recipe | pipeline | forward, ms, measured / modelled | and backward"
     return [*_table(head, rows), fit, ""]
 
@@ -117,9 +118,10 @@ def _on_a_host() -> list[str]:
                 serial, beside = (sum(map(f, both)) * 1e3 for f in (in_turn, overlapped))
                 rows.append((f"{dim}/{hidden}", str(ranks), name, f"{bf16:.1f}", f"{serial:.1f} ({bf16 / serial:.2f}x)",
                              f"{beside:.1f} ({bf16 / beside:.2f}x)",
-                             *(f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {d.bound}" for d in both)))  # fmt: skip
-    head = ("dim/hidden | GPUs | recipe | bf16, ms | no overlap | overlapped | forward: wire / rest, bound | "
-            "backward: wire / rest, bound")  # fmt: skip
+                             *(f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {BOUNDS[d.bound]}"
+                               for d in both)))  # fmt: skip
+    head = ("dim/hidden | GPUs | recipe | bf16, ms | no overlap | overlapped | forward: all-to-all / rest, bound | "
+            "backward: all-to-all / rest, bound")  # fmt: skip
     return _table(head, rows)
 
 
@@ -130,14 +132,13 @@ def _at_scale() -> list[str]:
             cells = []
             for send in SENDS:
                 both = directions(case_of(dim, hidden, ranks, recipe, send))
-                cells.append(
-                    f"{sum(map(overlapped, both)) * 1e3:.1f}, {exposed(both):.0%}, {both[0].bound} / {both[1].bound}"
-                )
+                bounds = " / ".join(BOUNDS[of.bound] for of in both)
+                cells.append(f"{sum(map(overlapped, both)) * 1e3:.1f}, {exposed(both):.0%}, {bounds}")
             plan = COUNT * ranks * max(EXPERTS, ranks) * 1e3
             bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "each"), rates(dim, hidden, ranks))) * 1e3
             rows.append((f"{dim}/{hidden}", str(ranks), f"{bf16:.1f}", *cells, f"{plan:.2f}"))
     head = ("dim/hidden | GPUs | bf16, ms | each copy: ms, exposed, bound | once per rank | once per host | "
-            "the host's plan, ms")  # fmt: skip
+            "CPU time of the plan, ms")  # fmt: skip
     return _table(head, rows)
 
 
@@ -154,8 +155,8 @@ def _rows() -> list[str]:
                 kilobytes = (f"{b / 1e3:.0f}" for direction in zip(*sizes, strict=True) for b in direction)
                 saved = (f"{max(1 - b / whole[0], 0):.0%}" for b in whole[1:])
                 rows.append((str(experts), str(ranks), *of, name, *kilobytes, *saved))
-    head = ("experts | GPUs | ranks of a token | hosts | wire | forward: `each` | `once` | `summed` | "
-            "backward: `each` | `once` | `summed` | saved by `once` | by `summed`")  # fmt: skip
+    head = ("experts | GPUs | ranks of a token | hosts | all-to-alls | forward: `None` | `dispatch` | `both` | "
+            "backward: `None` | `dispatch` | `both` | saved by `dispatch` | by `both`")  # fmt: skip
     return _table(head, rows)
 
 
@@ -172,12 +173,12 @@ def tables() -> str:
     """The generated part of docs/design/ep_scale.md."""
     return "\n".join([
         "## Measured and modelled times", "", *_beside_measured(),
-        "## One host", "", *_on_a_host(),
-        "## From one host to 1024 GPUs", "", *_at_scale(),
+        "## One host (model)", "", *_on_a_host(),
+        "## From one host to 1024 GPUs (model)", "", *_at_scale(),
         "## Bytes of a token", "",
         f"KB per token that its rank sends and receives, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
-        "`dispatch(deduplicate=...)`; without the probabilities, 4 bytes per replica:", "", *_rows(),
-        "## Where communication stops being hidden", "",
+        "`dispatch(deduplicate=...)`, calculated. Probabilities, 4 bytes per routed copy, are left out.", "", *_rows(),
+        "## Scale up to which communication is overlapped (model)", "",
         "GPUs up to which at most a tenth of forward and backward waits for communication:", "", *_hidden(),
     ]).strip()  # fmt: skip
 
@@ -215,7 +216,7 @@ def draw(path: Path) -> None:
                 [sum(d.local for d in both) * 1e3 for both in of],
                 color="black",
                 linewidth=1,
-                label="nothing waits",
+                label="without communication",
             )
             axes.axvline(GPUS, color="gray", linewidth=0.8, linestyle="--")
             axes.set(xscale="log", yscale="log", xlabel="GPUs", title=f"{dim}/{hidden}")

@@ -48,7 +48,7 @@ def _moved() -> list[str]:
     times = {tuple(r["case"][n] for n in MoELayer._fields): r["us"] for r in recorded
              if r["op"] == "moe_layer_fwd_bwd" and r["frontend"] == "torch"
              and not {"weights", "launch", "clock", "routing"} & r["case"].keys()}  # fmt: skip
-    head = ["", "kernel", "operands", *map(_sizes, shapes), "share of the floor, alone"]
+    head = ["", "kernel", "operands", *map(_sizes, shapes), "floor / time, alone"]
     rows = []
     for of_op in zip(*steps, strict=True):
         one = of_op[0]
@@ -59,13 +59,13 @@ def _moved() -> list[str]:
     rows.append(("together", "", "", *total, ""))
     measured = [times.get(tuple(shape)) for shape in shapes]
     share = [f"{us / 1e3:.2f}, {floor / us:.0%}" if us else "" for us, floor in zip(measured, floors, strict=True)]
-    rows.append(("measured ms, share", "", "", *share, ""))
+    rows.append(("measured ms, floor / measured", "", "", *share, ""))
     return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def _saved() -> list[str]:
-    head = ["tokens, D, F, experts, k", "plain bf16, KB per token", "`mxfp8`: activations", "quantized weights, GB",
-            "activations with `recompute`", "GB: plain / `mxfp8` / `recompute`"]  # fmt: skip
+    head = ["tokens, D, F, experts, k", "unfused bf16, KB per token", "`mxfp8`: activations", "quantized weights, GB",
+            "activations with `recompute`", "GB: bf16 / `mxfp8` / `recompute`"]  # fmt: skip
     rows = []
     for shape in H200.moe_layers:
         found = [saved_nbytes(shape, how) for how in HOWS]
@@ -80,7 +80,7 @@ def tables() -> str:
     moved = [
         "## Bytes moved by each kernel",
         "",
-        "GB, and the floor in ms, by tokens, D, F, experts, k:",
+        "GB, and the floor in ms. Columns: tokens, D, F, experts, k.",
         "",
         *_moved(),
         "",

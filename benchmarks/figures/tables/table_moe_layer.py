@@ -7,8 +7,8 @@ from .table_ops import machine
 
 Row = dict[str, Any]
 NAMES = {"moe_layer_fwd": "forward", "moe_layer_fwd_bwd": "forward and backward"}
-COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "in a row, ms: bf16 / ours (n, spread)", "speed-up",
-           "single, ms: bf16 / ours (n, spread)", "speed-up", "JAX in a row, ms (n, spread)", "speed-up",
+COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: bf16 / ours (n, spread)", "speedup",
+           "single step, ms: bf16 / ours (n, spread)", "speedup", "JAX back to back, ms (n, spread)", "speedup",
            "`jax.lax.ragged_dot` / JAX", "dB", "peak memory, GiB: bf16 / ours")  # fmt: skip
 PLAIN = "plain_torch_bf16"
 
@@ -27,7 +27,7 @@ def _layer(row: Row) -> str:
 
 
 def _how(row: Row) -> str:
-    how = "held" if row["case"].get("weights") else "quantized in every step"
+    how = "cached" if row["case"].get("weights") else "quantized in every step"
     return f"{how}, in a CUDA graph" if row["case"].get("launch") else how
 
 
@@ -90,16 +90,18 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         f"{machine(rows)}, recipe `{rows[0]['case']['recipe']}`. Times are medians of n samples of one run; spread is "
         "(p90 - p10) / median.",
         "",
-        "- *bf16*: router, top-k, stable sort, gather, three `torch._grouped_mm`, compiled SwiGLU, weighted "
-        "scatter-add ([source](../../benchmarks/peers/moe_layer.py)), a layer without fused passes.",
-        "- *in a row*: steps that follow each other, as in training, after 0.25 s of such steps. JAX is compared in "
-        "this way, with the same plain layer in torch.",
-        "- *single*: one step after a pause, with cold caches. In a CUDA graph both sides are replayed.",
-        "- *dB*: SQNR of the worst of y and all gradients against the bf16 layer, with the same choice of experts.",
-        "- *one expert*: 30% of the rows are of one expert, of top-8 an eighth; *dirichlet*: the popularity of experts "
-        "is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
-        "- *`jax.lax.ragged_dot` / JAX*: time of the plain JAX layer divided by our time in JAX. XLA writes dense "
-        "operands for it. Empty where they exceed the memory, and where it was not measured.",
+        "- *bf16*, the baseline: an unfused layer of router, top-k, stable sort, gather, three `torch._grouped_mm`, "
+        "compiled SwiGLU and weighted scatter-add ([source](../../benchmarks/peers/moe_layer.py)).",
+        "- *speedup*: time of the baseline divided by our time.",
+        "- *back to back*: steps without a pause, as in training, after 0.25 s of such steps. JAX is compared in this "
+        "way, with the same baseline in torch.",
+        "- *single step*: one step after a pause, with cold caches. CUDA-graph rows replay both sides.",
+        "- *weights*: quantized in every step, or quantized once and *cached*.",
+        "- *dB*: SQNR of the worst of y and all gradients against the baseline, with the same choice of experts.",
+        "- *one expert*: one expert gets 30% of the rows (12.5% with top-8, the maximum). *dirichlet*: the popularity "
+        "of experts is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
+        "- *`jax.lax.ragged_dot` / JAX*: time of a JAX layer on `ragged_dot` divided by our time in JAX. XLA writes "
+        "dense operands for it. Empty: the operands exceed the memory, or it was not measured.",
         "",
         *_lines(rows),
     ]

@@ -1,11 +1,11 @@
-"""The table of the ops that a device copy bounds: one row per op and shape, with its bar."""
+"""The table of the ops that a device copy bounds: one row per op and shape."""
 
 from typing import Any
 
-from ..bars import AT_MOST_US, JAX_OVER_TORCH, OF_A_COPY, bar
+from ..bars import AT_MOST_US, OF_A_COPY
 
 Row = dict[str, Any]
-COLUMNS = ("op", "shape", "kernel", "time in ms (spread)", "reached (required)",
+COLUMNS = ("op", "shape", "kernel", "time in ms (spread)", "reached",
            "`torch.compile` / ours", "`jax.jit` / ours", "JAX / torch")  # fmt: skip
 
 
@@ -20,18 +20,16 @@ def _ratio(row: Row | None) -> str:
 def _cells(op: str, rows: list[Row]) -> tuple[str, ...]:
     peers = {(row["frontend"], row["peer"]): row for row in rows}
     ours, jax = peers["torch", "copy"], peers.get(("jax", "torch_frontend"))
-    our_bar, jax_bar = bar(ours), bar(jax) if jax else None
-    unit = " us" if op in AT_MOST_US else ""
-    reached = f"{our_bar.measured:.2f}{unit} ({our_bar.required:g}{unit})" if our_bar else ""
+    reached = f"{ours['us']:.2f} us" if op in AT_MOST_US else f"{ours['of_roof']:.2f}"
     return (
         f"`{op}`",
         shape_of(ours),
         ours["case"]["implementation"].split(",")[0],
         f"{ours['us'] / 1e3:.3f} ({ours['spread']:.0%})",
-        reached + (" **missed**" if our_bar and not our_bar.met else ""),
+        reached,
         _ratio(peers.get(("torch", "torch_compile"))),
         _ratio(peers.get(("jax", "jax_jit"))),
-        f"{jax_bar.measured:.2f}{'' if jax_bar.met else ' **missed**'}" if jax_bar else "",
+        f"{jax['us'] / jax['peer_us']:.2f}" if jax else "",
     )
 
 
@@ -43,7 +41,7 @@ def machine(rows: list[Row]) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The section with the table and the host time; "" without lines. Recorded ops without a bar are left out."""
+    """The section with the table and the host time; "" without lines. Recorded ops that no copy bounds are left out."""
     rows = [row for row in rows if row["op"] in {**OF_A_COPY, **AT_MOST_US}]
     if not rows:
         return ""
@@ -54,11 +52,11 @@ def table(rows: list[Row]) -> str:
     lines = [
         "## Ops, on a GPU",
         "",
-        f"{machine(rows)}. Times are medians of device time; the outputs are compared byte for byte before timing.",
+        f"{machine(rows)}. Times are medians of device time. Outputs are compared byte for byte before timing.",
         "",
-        "- *reached*: fraction of the bandwidth of a device-to-device copy with as many bytes; for `routing` the time.",
+        "- *reached*: share of the bandwidth of a device-to-device copy with as many bytes. For `routing`: the time.",
         "- *`torch.compile` / ours*, *`jax.jit` / ours*: time of the compiled formula divided by our time.",
-        f"- *JAX / torch*: our device time in JAX divided by our device time in torch; at most {JAX_OVER_TORCH}.",
+        "- *JAX / torch*: our device time in JAX divided by our device time in torch. Above 1 JAX is slower.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
@@ -68,6 +66,6 @@ def table(rows: list[Row]) -> str:
         of = ", ".join(sorted({row["commit"][:7] for row in rows if row["op"] == "host_overhead"}))
         lines += [
             "",
-            f"Host time of an eager torch op, {len(host)} ops at {of}: {min(host):.0f} to {max(host):.0f} us.",
+            f"CPU time of an eager torch op, {len(host)} ops at {of}: {min(host):.0f} to {max(host):.0f} us.",
         ]
     return "\n".join(lines)
