@@ -13,15 +13,15 @@ CUDA = re.compile(r"^void (\w+)\(const Call& call, cudaStream_t stream\) \{", re
 
 # Function, then its state in torch on a CPU, JAX on a CPU, torch on sm_90, JAX on sm_90, and on sm_100.
 FUNCTIONS = (
-    ("the experts' feed-forward", "tested", "tested", "ran", "ran", "not run"),
-    ("MoE layer and its gradients", "tested", "tested", "ran", "ran", "not run"),
+    ("the experts' feed-forward", "tested", "tested", "ran", "ran", "not tested"),
+    ("MoE layer and its gradients", "tested", "tested", "ran", "ran", "not tested"),
     ("expert parallelism, training", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, 2 and 4 GPUs of a host",
-     "ran, 2 and 4 GPUs of a host, one process", "not run"),
+     "ran, 2 and 4 GPUs of a host, one process", "not tested"),
     ("folded operands, `fp8_rowwise`, cached weights", "tested, ep 1, 2, 4", "tested, ep 1, 2, 4", "ran, one GPU",
-     "ran, one GPU", "not run"),
-    ("grouped products on the exact path", "tested", "tested", "ran, bf16 CUDA C++ on dequantized operands",
+     "ran, one GPU", "not tested"),
+    ("grouped GEMMs on the exact path", "tested", "tested", "ran, bf16 CUDA C++ on dequantized operands",
      "ran, bf16 CUDA C++ on dequantized operands", "compiled, `tcgen05.mma` with block scales"),
-    ("grouped products of folded operands", "tested", "tested", "ran, CUDA C++", "ran, CUDA C++", "compiled, Triton"),
+    ("grouped GEMMs of folded operands", "tested", "tested", "ran, CUDA C++", "ran, CUDA C++", "compiled, Triton"),
 )  # fmt: skip
 
 
