@@ -1,20 +1,22 @@
 """The whole MoE layer, from torch and from JAX, compared with a plain bf16 layer in each framework.
 
     inputs --torch--> y and gradients --SQNR against bf16--> events:    run | plain torch bf16
-            '-JAX---> y and gradients --SQNR against bf16--> in a row:  JAX | torch | plain torch bf16 | ragged_dot
+            '-JAX---> y and gradients --SQNR against bf16--> in a row:  JAX | torch | recipe bf16 | plain torch bf16 |
+                                                                         ragged_dot
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
                                                           in a row:  the same
 
-Every line has the peak memory of both sides. JAX with cached weights, and uneven layers, run the forward and backward
-together only: a compilation takes as long as the measurement. `ragged_dot` takes ten times as long as the others, and
-is left out of uneven layers.
+Every line has the peak memory of both sides. Steps in a row, forward and backward, have
+the joules of both sides. Recipe bf16 is our torch layer without quantization, on the same parameters. JAX with cached weights, and uneven layers,
+run the forward and backward together only: a compilation takes as long as the measurement. `ragged_dot` takes ten times
+as long as the others, and is left out of uneven layers.
 """
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import torch
@@ -32,17 +34,19 @@ from .cases.moe_layer import (
     our_jax_program,
     our_torch_layer,
     plain_torch_layer,
+    recipe_bf16_layer,
     torch_programs,
 )
 from .cases.shapes import MoELayer, RoutedLayer
-from .figures import device_timing
+from .figures import device_timing, energy
 from .figures.device_timing import Each, torch_end
 from .figures.failures import failed, guarded
 from .figures.results import Line
 from .figures.timing import Sample
 from .peers.moe_layer import jax_layer, ragged_dot_nbytes
 
-PLAIN, RAGGED_DOT = "plain_torch_bf16", "ragged_dot"
+T = TypeVar("T")
+PLAIN, RECIPE_BF16, RAGGED_DOT = "plain_torch_bf16", "recipe_bf16", "ragged_dot"
 # XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
 # each they do not.
 MAX_RAGGED_DOT_NBYTES = 8 << 30
@@ -58,10 +62,11 @@ class Found(NamedTuple):
 
 def layer_lines(
     inputs: LayerInputs, op: str, frontend: str, how: Mapping[str, str], samples: Mapping[str, Sample],
-    found: Found, peaks: Mapping[str, int | None],
+    found: Found, peaks: Mapping[str, int | None], joules: Mapping[str, float] | None = None,
 ) -> Iterator[Line]:  # fmt: skip
     """One line for each peer among the samples. how: HELD, GRAPH, IN_A_ROW, or several of them; part of the case.
-    peaks: memory of the peers."""
+    peaks: memory of the peers. joules: of a step of each side, where measured."""
+    joules = joules or {}
     ours = samples["run"]
     routed = {} if inputs.routing == "random" else {"routing": inputs.routing}
     for name, theirs in samples.items():
@@ -84,6 +89,8 @@ def layer_lines(
             peak_nbytes=found.peak,
             error=found.error,
             peer_peak_nbytes=peaks.get(name),
+            joules=joules.get("run"),
+            peer_joules=joules.get(name),
         )
 
 
@@ -156,14 +163,22 @@ def _ragged_dot(inputs: LayerInputs, op: str) -> tuple[Callable[[], Any], int | 
     return partial(program, *arguments), _peak(program)
 
 
+def _of_torch(measured: Mapping[str, T]) -> dict[str, T]:
+    """Of the rounds with JAX: torch's layer as "run", and its peers in torch."""
+    names = {"run": "torch_frontend", PLAIN: PLAIN, RECIPE_BF16: RECIPE_BF16}
+    return {name: measured[at] for name, at in names.items() if at in measured}
+
+
 def in_a_row_lines(
     inputs: LayerInputs, reference: Tensors, named: Sequence[str], held: bool, ragged: bool, device: str,
     failures: list[str], torch_found: Mapping[str, Found], plain_peaks: Mapping[str, int | None],
 ) -> Iterator[Line]:  # fmt: skip
-    """Lines of back-to-back steps: of JAX's layer against torch's and the plain ones, and of torch's against the plain
-    one, all of them timed in the same rounds. ragged: against `ragged_dot` too, where its operands fit."""
+    """Lines of back-to-back steps: of JAX's layer against torch's and the plain ones, and of torch's against recipe
+    bf16 and the plain one, all of them timed in the same rounds. ragged: against `ragged_dot` too, where its operands
+    fit."""
     ours, plain = (torch_programs(layer(inputs), inputs) for layer in (our_torch_layer, plain_torch_layer))
-    end, how = torch_end(device), HELD if held else {}
+    end, how, read = torch_end(device), HELD if held else {}, energy.counter()
+    recipe_bf16 = torch_programs(recipe_bf16_layer(inputs), inputs)
     t, d, f, e, k = inputs.shape
     ragged = ragged and ragged_dot_nbytes(t * k, max(d, f), e) <= MAX_RAGGED_DOT_NBYTES
     with inputs.ours.cached_weights() if held else nullcontext():
@@ -178,6 +193,14 @@ def in_a_row_lines(
                 PLAIN: (plain[op], end),
             }
             peaks = {"torch_frontend": torch_found[op].peak, PLAIN: plain_peaks[op]}
+            try:
+                outputs = recipe_bf16[op]()
+                check(inputs, reference[: len(outputs)], outputs)
+                del outputs
+                peaks[RECIPE_BF16] = device_timing.peak_nbytes(recipe_bf16[op])
+                steps[RECIPE_BF16] = recipe_bf16[op], end
+            except Exception:
+                failed(f"{op}: peer {RECIPE_BF16}", failures)
             if ragged:
                 try:
                     peer, peaks[RAGGED_DOT] = _ragged_dot(inputs, op)
@@ -186,9 +209,12 @@ def in_a_row_lines(
                 except Exception:
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
             samples = device_timing.in_a_row(steps)
-            yield from layer_lines(inputs, op, "jax", how, samples, found, peaks)
-            in_torch = {"run": samples["torch_frontend"], PLAIN: samples[PLAIN]}
-            yield from layer_lines(inputs, op, "torch", how | IN_A_ROW, in_torch, torch_found[op], peaks)
+            used = {name: step for name, step in steps.items() if name != RAGGED_DOT}
+            joules = energy.joules(used, read) if op == "moe_layer_fwd_bwd" else {}
+            in_jax = {name: sample for name, sample in samples.items() if name != RECIPE_BF16}
+            yield from layer_lines(inputs, op, "jax", how, in_jax, found, peaks, joules)
+            samples, joules = _of_torch(samples), _of_torch(joules)
+            yield from layer_lines(inputs, op, "torch", how | IN_A_ROW, samples, torch_found[op], peaks, joules)
 
 
 def lines(

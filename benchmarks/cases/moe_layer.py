@@ -87,6 +87,18 @@ def our_torch_layer(inputs: LayerInputs) -> Callable[[Tensor], Tensor]:
     return lambda x: inputs.ours(x)[0]
 
 
+def recipe_bf16_layer(inputs: LayerInputs) -> Callable[[Tensor], Tensor]:
+    """Our torch layer with recipe `bf16`, on the same parameters."""
+    _, d, f, e, k = inputs.shape
+    router = torch_frontend.RouterConfig(k)
+    layer = torch_frontend.MoE(d, f, e, router, recipe="bf16", dtype=torch.bfloat16, device="meta")
+    layer.router.weight, experts = inputs.ours.router.weight, layer.experts
+    experts.w1, experts.w3, experts.w2 = inputs.ours.experts.w1, inputs.ours.experts.w3, inputs.ours.experts.w2
+    if left := [name for name, tensor in layer.state_dict().items() if tensor.is_meta]:
+        raise AssertionError(f"recipe_bf16_layer: {', '.join(left)}: on device meta; expected the layer's tensors")
+    return lambda x: layer(x)[0]
+
+
 def plain_torch_layer(inputs: LayerInputs, router_dtype: torch.dtype = torch.bfloat16) -> Callable[[Tensor], Tensor]:
     return lambda x: torch_layer(x, inputs.weights, inputs.shape.top_k, router_dtype)
 

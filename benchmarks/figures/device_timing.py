@@ -61,7 +61,8 @@ def torch_end(device: str) -> Callable[[object], Callable[[], object]]:
     return end if device == "cuda" else lambda _: lambda: None
 
 
-def _in_turn(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
+def alternating(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
+    """The candidates of a round; every other round runs backwards."""
     return list(candidates.items())[:: -1 if round_ % 2 else 1]
 
 
@@ -76,7 +77,7 @@ def events(candidates: Candidates, samples: int = 15) -> dict[str, Sample]:
     evict = torch.ones(L2_NBYTES // 4, dtype=torch.int32, device="cuda")
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(2 + 2 * samples):
-        for name, run in _in_turn(candidates, round_):
+        for name, run in alternating(candidates, round_):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             evict.max()  # a read leaves clean cache lines: nothing is written back while the candidate runs
             torch.cuda._sleep(BUSY_CYCLES)
@@ -105,7 +106,7 @@ def batches(candidates: Programs, calls: int, samples: int = 4) -> dict[str, Sam
     """Time per call of `calls` calls back to back, after a call; the first round warms up."""
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
-        for name, (run, wait) in _in_turn(candidates, round_):
+        for name, (run, wait) in alternating(candidates, round_):
             wait(run())
             start = time.perf_counter()
             for _ in range(calls - 1):
@@ -124,7 +125,7 @@ def in_a_row(steps: Mapping[str, Step], rounds: int = 4, groups: int = 5) -> dic
     """
     times: dict[str, list[list[float]]] = {name: [] for name in steps}
     for round_ in range(rounds):
-        for name, step in _in_turn(steps, round_):
+        for name, step in alternating(steps, round_):
             times[name].append(_groups(*step, groups))
     there_and_back = {
         name: [
@@ -135,15 +136,23 @@ def in_a_row(steps: Mapping[str, Step], rounds: int = 4, groups: int = 5) -> dic
     return _there_and_back(there_and_back)
 
 
-def _groups(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], groups: int) -> list[float]:
-    """Seconds per step of each group."""
+def settle(
+    run: Callable[[], Any], end: Callable[[Any], Callable[[], object]]
+) -> tuple[Callable[[], object], int, float]:
+    """Run steps for `SETTLE_S`: a wait for the last one, which is launched, the number of the others, the seconds."""
     end(run())()  # compiles
     wait, settled, start = end(run()), 0, time.perf_counter()
     while not settled or time.perf_counter() - start < SETTLE_S:
         following = end(run())
         wait()
         wait, settled = following, settled + 1
-    calls = math.ceil(BATCH_US / 1e6 * settled / (time.perf_counter() - start))
+    return wait, settled, time.perf_counter() - start
+
+
+def _groups(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], groups: int) -> list[float]:
+    """Seconds per step of each group."""
+    wait, settled, seconds = settle(run, end)
+    calls = math.ceil(BATCH_US / 1e6 * settled / seconds)
     found = []
     for _ in range(groups):
         start = time.perf_counter()
@@ -163,7 +172,7 @@ def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for round_ in range(1 + 2 * samples):
-        for name, (run, wait) in _in_turn(candidates, round_):
+        for name, (run, wait) in alternating(candidates, round_):
             wait(run())
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
                 for _ in range(calls - 1):
@@ -186,7 +195,7 @@ def host(candidates: Candidates, wait: Callable[[], object], stretches: int = 60
     gc.disable()
     try:
         for round_ in range(stretches + 1):
-            for name, run in _in_turn(candidates, round_):
+            for name, run in alternating(candidates, round_):
                 wait()
                 times[name].append([_seconds(run) for _ in range(calls)])
     finally:

@@ -19,7 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "stages_us")
+OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "stages_us")
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,8 @@ class Line:
     peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
     peer_peak_nbytes: int | None = None  # of layers and of expert parallelism
+    joules: float | None = None  # of a step of back-to-back steps; None without NVML's energy counter
+    peer_joules: float | None = None
     stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone; exposed communication
 
 

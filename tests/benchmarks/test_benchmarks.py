@@ -17,7 +17,7 @@ import torch
 from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
 from benchmarks.cases import moe_layer, shapes
 from benchmarks.cases.ops import families
-from benchmarks.figures import device_timing, results, timing
+from benchmarks.figures import device_timing, energy, results, timing
 from benchmarks.figures.tables import table_moe_layer, table_ops
 from benchmarks.peers import moe_layer as plain
 
@@ -79,7 +79,10 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     lines = measured("moe_layer")
     assert all(line.peak_nbytes and line.peer_peak_nbytes for line in lines)
     assert {(line.op, line.frontend) for line in lines} == {(op, of) for op in moe_layer.OPS for of in ("torch", "jax")}
-    assert {line.peer for line in lines} == {"plain_torch_bf16", "torch_frontend", "ragged_dot"}
+    assert {line.peer for line in lines} == {"plain_torch_bf16", "recipe_bf16", "torch_frontend", "ragged_dot"}
+    in_a_row = {(line.op, line.peer) for line in lines if line.case.get("clock") == "in a row"}
+    assert in_a_row == {(op, peer) for op in moe_layer.OPS for peer in ("plain_torch_bf16", "recipe_bf16")}
+    assert not any(line.joules or line.peer_joules for line in lines)  # no counter on a CPU
     assert all(line.error["grade"] == "sqnr_db" and line.error["sqnr_db"] >= 21 for line in lines)
     table = table_moe_layer.table(recorded(lines, tmp_path, monkeypatch))
     assert table.count("\n| forward") == 4 + 1
@@ -122,6 +125,38 @@ def test_steps_in_a_row_are_launched_ahead_and_sampled_there_and_back(monkeypatc
     assert one[:5] == ["a", "a ends", "a", "a", "a ends"]  # a compilation, then a step ahead
     assert one[-2:] == ["a ends", "a ends"]
     assert one.count("a") == one.count("a ends") == 1 + 1 + 1 + 5 * 2
+
+
+def test_energy_is_taken_between_advances_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 0.03 s; "a" 200 W, "b" 400 W. The counter advances every 0.1 s, by the energy until then."""
+    monkeypatch.setattr(energy, "STRETCH_S", 3.0)
+    now, spent, shown = [0.0], [0.0], [0.0, 0]
+    monkeypatch.setattr(device_timing.time, "perf_counter", lambda: now[0])
+
+    def step(watts: float) -> device_timing.Step:
+        def wait() -> None:
+            now[0] += 0.03
+            spent[0] += 0.03 * watts
+
+        return lambda: None, lambda _: wait
+
+    def read() -> int:
+        if now[0] - shown[0] >= 0.1:
+            shown[:] = now[0], round(spent[0] * 1e3)
+        return int(shown[1])
+
+    found = energy.joules({"a": step(200), "b": step(400)}, read)
+    assert found == pytest.approx({"a": 6.0, "b": 12.0}, rel=1e-3)
+    assert energy.joules({"a": step(200)}, None) == {}
+    with pytest.raises(RuntimeError, match="got a counter that stays at 7 mJ"):
+        energy.joules({"a": step(200)}, lambda: 7)
+
+
+def test_recipe_bf16_has_the_parameters_of_the_layer_and_no_quantization() -> None:
+    inputs = moe_layer.layer_inputs(shapes.TINY.moe_layers[0], "cpu")
+    plain_layer, bf16 = moe_layer.plain_torch_layer(inputs, torch.float32), moe_layer.recipe_bf16_layer(inputs)
+    want, got = (moe_layer.torch_programs(of, inputs)["moe_layer_fwd_bwd"]() for of in (plain_layer, bf16))
+    assert moe_layer.check(inputs, want, got)["sqnr_db"] > 40  # MXFP8: 23
 
 
 def test_operands_of_one_shape_differ() -> None:
