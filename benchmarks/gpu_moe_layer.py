@@ -6,8 +6,8 @@
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
                                                           in a row:  the same
 
-Every line has the peak memory of both sides. Steps in a row, forward and backward, have
-the joules of both sides. Recipe bf16 is our torch layer without quantization, on the same parameters. JAX with cached weights, and uneven layers,
+Every line has the peak memory of both sides, and of back-to-back steps, forward and backward, the joules of both sides.
+Recipe bf16 is our torch layer without quantization, on the same parameters. JAX with cached weights, and uneven layers,
 run the forward and backward together only: a compilation takes as long as the measurement. `ragged_dot` takes ten times
 as long as the others, and is left out of uneven layers.
 """

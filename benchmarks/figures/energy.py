@@ -7,6 +7,7 @@ stretch of steps begins and ends where it advances.
 import ctypes
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -60,9 +61,7 @@ def joules(steps: Mapping[str, Step], read: Counter | None) -> dict[str, float]:
     }
 
 
-def _stretch(
-    run: Callable[[], object], end: Callable[[object], Callable[[], object]], read: Counter
-) -> tuple[int, int]:
+def _stretch(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], read: Counter) -> tuple[int, int]:
     """Millijoules between the first and the last advance of the counter, and the steps between them."""
     wait, _, _ = settle(run, end)
     calls, before, start = 0, read(), time.perf_counter()
