@@ -2,7 +2,8 @@
 results/status.md, results/expert_parallel.md, design/ep_scale.md, design/layer_bytes.md.
 
 results/*.jsonl --newest commit of each op--> tables --> the text between two markers of each document
-                                              '-> results/h200_products.svg, h200_ep_scale.svg
+                                              '-> results/h200_products.svg, h200_ep_scale.svg, headline.svg,
+                                                  h200_curves/seeds.svg
 
 A test compares the documents with what this module generates.
 """
@@ -57,3 +58,7 @@ if __name__ == "__main__":
 
         draw(products, table_grouped_gemm.PICTURE)
     ep_scale.draw(ep_scale.PICTURE)
+    from .figures import headline, seeds  # need matplotlib
+
+    headline.draw(newest("h200"), headline.PICTURE)
+    seeds.draw(seeds.runs(), seeds.PICTURE)

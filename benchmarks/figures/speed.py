@@ -1,61 +1,80 @@
-"""The README's tables: bf16 and MXFP8 side by side, of one layer and a grouped product, and of a layer on four GPUs."""
+"""The README's table of results: bf16 and MXFP8, each row the range over the sizes that are stored."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from .tables.table_moe_layer import in_a_row, peaks
+from .tables.table_moe_layer import PLAIN, in_a_row
 
 Row = dict[str, Any]
-SIZES = "tokens, D, F, experts, k"
-HEAD = ("forward and backward", SIZES, "bf16, ms", "MXFP8, ms", "speed-up", "dB", "peak memory, GiB: bf16 / MXFP8", "n")
+HEAD = ("forward and backward", "bf16", "mxep", "bf16 / mxep", "dB", "n", "card; commit, date")
 RECIPE = "mxfp8"
 LAYERS = ((16384, 7168, 2048, 32, 8), (16384, 2048, 1408, 64, 6), (16384, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
 PRODUCT = {"M": 131072, "K": 7168, "N": 2048, "G": 8, "routing": "balanced", "recipe": RECIPE}
 """131072 rows, 8 experts of 7168 x 2048: one rank's share of a layer as large as DeepSeek-V3's."""
 RANKS = 4
 HOWS = {
-    "in turn": "no transport",
     "collectives": "`Collectives`",
     "copy engines": "`CopyEngines`",
     "peer memory": "`PeerMemory`",
-    "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
+    "peer memory, in a graph": "`PeerMemory` in a CUDA graph",
+    "jit": "JAX, all-to-all, relative to its recipe `bf16`",
+    "jit, peer memory, capacity": "JAX, `peer_memory` with a capacity, relative to its recipe `bf16`",
 }
-IN_JAX = {"jit": "by all-to-all", "jit, peer memory, capacity": "by `peer_memory` with a capacity"}
+LAYER_KERNELS = (
+    "combine",
+    "fold",
+    "grouped_gemm",
+    "permute",
+    "quantize",
+    "router",
+    "routing",
+    "scale_layout",
+    "swiglu",
+)
+PRODUCT_KERNELS = ("fold", "grouped_gemm", "quantize", "scale_layout")
+EP_KERNELS = (*LAYER_KERNELS, "peer")
 
 
-def _sizes(case: Row) -> tuple[int, ...]:
+class Headline(NamedTuple):
+    """A row of the table. kernels: the folders of core_kernels that the lines time."""
+
+    what: str
+    rows: list[Row]
+    kernels: tuple[str, ...]
+
+
+def sizes_of(case: Row) -> tuple[int, ...]:
     return tuple(case[name] for name in ("tokens", "dim", "hidden_dim", "num_experts", "top_k"))
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *(f"| {' | '.join(row)} |" for row in rows)]
-
-
-def _sizes_of(row: Row) -> str:
-    return ", ".join(map(str, _sizes(row["case"])))
-
-
-def _ms(us: float) -> str:
-    return f"{us / 1e3:.1f}"
-
-
-def _cells(what: str, sizes: str, row: Row) -> tuple[str, ...]:
-    db = row["error"].get("peer_sqnr_db", row["error"]["sqnr_db"])
-    memory = peaks(row) if row.get("peer_peak_nbytes") and row["peak_nbytes"] else ""
-    return what, sizes, _ms(row["peer_us"]), _ms(row["us"]), f"{row['ratio']:.2f}x", str(db), memory, str(row["n"])
-
-
-def _run(rows: Sequence[Row]) -> str:
-    """Card, commits and dates of lines."""
-    return "; ".join(dict.fromkeys(f"{r['hardware']}, commit {r['commit'][:7]} of {r['date']}" for r in rows))
+def _layer_lines(rows: Sequence[Row]) -> list[Row]:
+    """Of random routing, weights quantized in every step, without graphs."""
+    return [row for row in rows if row["op"] == "moe_layer_fwd_bwd" and row["case"]["recipe"] == RECIPE
+            and not {"weights", "launch", "routing"} & row["case"].keys()]  # fmt: skip
 
 
 def layers(rows: Sequence[Row]) -> list[Row]:
-    """Back-to-back steps, forward and backward, of each size that is recorded."""
-    of = [row for row in rows if row["op"] == "moe_layer_fwd_bwd" and row["case"]["recipe"] == RECIPE
-          and not {"weights", "launch", "routing"} & row["case"].keys()]  # fmt: skip
-    found = (in_a_row([row for row in of if _sizes(row["case"]) == sizes]) for sizes in LAYERS)
+    """Back-to-back steps in PyTorch against plain bf16, of each size that is stored."""
+    of = _layer_lines(rows)
+    found = (in_a_row([row for row in of if sizes_of(row["case"]) == sizes]) for sizes in LAYERS)
     return [row for row in found if row]
+
+
+def bf16_layers(layer: Row, rows: Sequence[Row]) -> list[Row]:
+    """The lines of a layer in PyTorch against every bf16 peer, timed in the same rounds."""
+    return [row for row in _layer_lines(rows) if row["frontend"] == "torch" and row["case"] == layer["case"]
+            and row["commit"] == layer["commit"] and row["case"].get("clock")]  # fmt: skip
+
+
+def _best_bf16(rows: Sequence[Row]) -> list[Row]:
+    """Per size the line against the fastest bf16 peer; [] unless every size has more than the plain one."""
+    of = [bf16_layers(layer, rows) for layer in layers(rows)]
+    return [min(peers, key=lambda row: row["peer_us"]) for peers in of] if all(len(peers) > 1 for peers in of) else []
+
+
+def _in_jax(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in _layer_lines(rows) if row["frontend"] == "jax" and row["peer"] == PLAIN
+            and sizes_of(row["case"]) in LAYERS]  # fmt: skip
 
 
 def _product(rows: Sequence[Row]) -> list[Row]:
@@ -64,59 +83,61 @@ def _product(rows: Sequence[Row]) -> list[Row]:
     return [row for row in of if {**row["case"], "implementation": ""} == {**PRODUCT, "implementation": ""}]
 
 
-def _parallel(rows: Sequence[Row]) -> Iterator[dict[str, Row]]:
-    """By how, the lines of a size on `RANKS` GPUs."""
-    of = [row for row in rows if row["op"] == "ep_layer_fwd_bwd" and row["case"]["ranks"] == RANKS
-          and row["case"]["recipe"] == RECIPE and row["case"]["routing"] == "balanced"]  # fmt: skip
-    for sizes in LAYERS:
-        if found := {row["case"]["how"]: row for row in of if _sizes(row["case"]) == sizes}:
-            yield found
+def _parallel(rows: Sequence[Row], how: str) -> list[Row]:
+    """A layer on `RANKS` GPUs, of each size."""
+    return [row for row in rows if row["op"] == "ep_layer_fwd_bwd" and row["case"]["ranks"] == RANKS
+            and row["case"]["recipe"] == RECIPE and row["case"]["routing"] == "balanced" and row["case"]["how"] == how
+            and sizes_of(row["case"]) in LAYERS]  # fmt: skip
 
 
-def _with_ratio(row: Row) -> str:
-    return f"{_ms(row['us'])} ({row['ratio']:.2f}x)"
-
-
-def _of_ranks(found: Sequence[dict[str, Row]]) -> list[str]:
-    """The table of a layer on several GPUs, and a note of JAX, whose bf16 is another."""
-    torch = [{how: of[how] for how in HOWS if how in of} for of in found]
-    hows = [how for how in HOWS if any(how in of for of in torch)]
-    rows = []
-    for of in torch:
-        one = next(iter(of.values()))
-        cells = [_with_ratio(of[how]) if how in of else "" for how in hows]
-        rows.append((_sizes_of(one), _ms(one["peer_us"]), *cells, str(one["error"]["sqnr_db"]), str(one["n"])))
-    in_jax = [
-        f"{_sizes_of(of['jit'])}: " + ", ".join(f"{_with_ratio(of[how])} {IN_JAX[how]}" for how in IN_JAX if how in of)
-        for of in found
-        if "jit" in of
+def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline]:
+    """The rows of the table that have lines. parallel: the lines of several GPUs."""
+    found = [
+        Headline("MoE layer, plain bf16", layers(rows), LAYER_KERNELS),
+        Headline("MoE layer, best bf16", _best_bf16(rows), LAYER_KERNELS),
+        Headline("MoE layer in JAX, plain bf16 in PyTorch", _in_jax(rows), LAYER_KERNELS),
+        Headline("grouped GEMM with its quantization, single calls", _product(rows), PRODUCT_KERNELS),
+        *(Headline(f"{RANKS} GPUs, {name}", _parallel(parallel, how), EP_KERNELS) for how, name in HOWS.items()),
     ]
-    head = (f"{SIZES}, {RANKS} GPUs", "bf16, ms", *(HOWS[how] for how in hows), "dB", "n")
-    jax = "; ".join(in_jax)
-    note = f"In JAX, against the same program with recipe `bf16`: {jax} (n {found[0]['jit']['n']})." if jax else ""
-    lines = [row for of in found for row in of.values()]
-    return [*_table(head, rows), "", f"{_run(lines)}; tokens per GPU, bf16 with NCCL's all-to-alls. {note}".strip()]
+    return (headline for headline in found if headline.rows)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    low, high = (format(f(values), form) for f in (min, max))
+    return low if low == high else f"{low} to {high}"
+
+
+def _amounts(what: str, of: Headline, bf16: Sequence[float], ours: Sequence[float]) -> tuple[str, ...]:
+    """A row of the table."""
+    db = [row["error"].get("peer_sqnr_db", row["error"]["sqnr_db"]) for row in of.rows]
+    runs = dict.fromkeys(f"{r['hardware']}; {r['commit'][:7]}, {r['date']}" for r in of.rows)
+    ratio = _range([a / b for a, b in zip(bf16, ours, strict=True)], ".2f")
+    n = _range([row["n"] for row in of.rows], "d")
+    return what, _range(bf16, ".1f"), _range(ours, ".1f"), f"{ratio}x", _range(db, ".1f"), n, "<br>".join(runs)
+
+
+def _cells(of: Headline) -> Iterator[tuple[str, ...]]:
+    """The row of times; of a layer against plain bf16 peak memory and joules too."""
+    yield _amounts(f"{of.what}, ms", of, *([row[key] / 1e3 for row in of.rows] for key in ("peer_us", "us")))
+    if not of.what.startswith("MoE layer,"):
+        return
+    for what, key, unit in (("peak memory, GiB", "peak_nbytes", 2**30), ("energy of a step, J", "joules", 1)):
+        if all(row.get(key) and row.get(f"peer_{key}") for row in of.rows):
+            yield _amounts(f"{of.what}: {what}", of, *([r[k] / unit for r in of.rows] for k in (f"peer_{key}", key)))
 
 
 def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
-    """A row per comparison that was measured; parallel: the lines of several GPUs. "" without a layer."""
-    of_layers, of_ranks, product = layers(rows), list(_parallel(parallel)), _product(rows)
-    if not of_layers:
+    """The table and what its words mean. "" without a layer."""
+    if not layers(rows):
         return ""
-    ratios = [row["ratio"] for row in of_layers]
-    m, k, n, g = (PRODUCT[name] for name in "MKNG")
-    cells = [
-        *(_cells("MoE layer", _sizes_of(row), row) for row in of_layers),
-        *(_cells("grouped GEMM and its quantization", f"{m} rows, K {k}, N {n}, {g} experts", row) for row in product),
-    ]
-    single = f" The grouped GEMM: {_run(product)}, single calls after a pause." if product else ""
+    cells = [row for headline in headlines(rows, parallel) for row in _cells(headline)]
+    sizes = "; ".join("/".join(map(str, sizes)) for sizes in LAYERS)
     return "\n".join([
-        f"On one H200 a layer is {min(ratios):.1f} to {max(ratios):.1f} times as fast as a plain bf16 layer, by size:",
+        *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",
-        *_table(HEAD, cells),
-        "",
-        f"{_run(of_layers)}. Back-to-back steps, as in training; medians of n samples, both sides alternate in one "
-        "run. bf16: a plain layer in PyTorch without fused passes ([source](benchmarks/peers/moe_layer.py)), and "
-        f"`torch._grouped_mm`. dB: SQNR of the worst of output and gradients against bf16.{single}",
-        *(["", *_of_ranks(of_ranks)] if of_ranks else []),
+        f"A range is over the sizes (tokens/D/F/experts/k) {sizes}; on {RANKS} GPUs over the first two, tokens per "
+        "GPU, single steps after a barrier, bf16 with NCCL's all-to-alls. Layers on one GPU: back-to-back steps. "
+        "Medians of n samples, both sides alternate in one run. Plain bf16 is a layer [without fused "
+        "passes](benchmarks/peers/moe_layer.py); best bf16 is the faster of it and recipe `bf16` of mxep. dB: SQNR of "
+        "the worst of output and gradients relative to bf16.",
     ])  # fmt: skip
