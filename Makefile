@@ -13,7 +13,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.p
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel manylinux upstream-torch upstream-jax sdist release install-gpu test-gpu lint format benchmark docs serve-docs clean
+.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel manylinux upstream-torch upstream-jax sdist release install-gpu test-gpu lint format benchmark release-check docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -162,6 +162,10 @@ format: .venv/.dev
 
 benchmark: .venv/.dev
 	$(BIN)/python -m benchmarks
+
+# Before a release, not in CI: fails if a headline figure of the README is older than the kernels that it times.
+release-check: .venv/.dev
+	$(BIN)/python -m benchmarks.release_check
 
 # The site in build/site. A warning is an error: a broken link, a page that the navigation lacks, a file of another host
 # (docs/hooks/offline.py). Sources are read, not imported: the packages of the group `docs` are enough.
