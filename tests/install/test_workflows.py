@@ -1,7 +1,7 @@
 """The workflows and forms in .github, and the pages of the project next to README.
 
 run: make TARGET NAME=value --> the Makefile has the target and reads the variables
-                            --> .ci/run or tests/check_all.py runs the target too
+                            --> .ci/run or tests/checks/check_all.py runs the target too
 """
 
 import itertools
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from ..check_all import PARTS
+from ..checks.check_all import PARTS
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
