@@ -26,7 +26,7 @@ def _jax_triton() -> ModuleType:
         import jax_triton
     except ImportError as error:
         raise ImportError(
-            "mxep.jax_frontend: CUDA needs jax-triton and JAX's CUDA plugin: pip install 'mxep[jax-cuda]' 'jax[cuda13]'"
+            "mxep.jax_frontend: CUDA needs jax-triton and JAX's CUDA plugin: pip install 'mxep[jax-cuda]'"
         ) from error
     finally:
         os.environ.pop("TRITON_CACHE_DIR", None)
