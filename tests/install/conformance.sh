@@ -9,8 +9,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 cd "$folder"  # away from the checkout
 
-install environment "$file" torch
-install environment "$file" jax
+install environment "$file" torch,jax
 environment/bin/python -m mxep.doctor
 environment/bin/pip install --quiet --no-compile --disable-pip-version-check pytest hypothesis
 mkdir sources

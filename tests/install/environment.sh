@@ -14,12 +14,12 @@ newest() { realpath "$(ls -t "$@" | head -1)"; }
 
 run_layer() { "$1/bin/python" -c "${layer[$2]}; assert y.shape == (5, 32)"; }
 
-# install ENVIRONMENT FILE FRAMEWORK: a wheel or an sdist, built without CUDA kernels, with the newest dependencies that
-# pip picks. Another framework joins those that the environment has. Modules are compiled when they are imported, which
-# few of them are.
+# install ENVIRONMENT FILE FRAMEWORKS: a wheel or an sdist, built without CUDA kernels, with the newest dependencies that
+# pip picks; then a layer of each framework. Another framework joins those that the environment has. Modules are compiled
+# when they are imported, which few of them are.
 install() {
   [ -d "$1" ] || "$python" -m venv "$1"
   "$1/bin/pip" install --quiet --no-compile --disable-pip-version-check "mxep[$3] @ file://$2" \
     --config-settings=cmake.define.MXEP_CUDA=OFF
-  run_layer "$1" "$3"
+  for framework in ${3/,/ }; do run_layer "$1" "$framework"; done
 }
