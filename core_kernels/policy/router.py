@@ -8,7 +8,7 @@ from typing import Any, Literal, TypedDict
 
 from ..formats import BLOCK
 from ..launch import fail
-from ..router.plan import check_choice, check_experts
+from ..router.plan import check_choice, find_misfit
 from .prob_in import ProbIn, check_prob_in
 
 ScoreFunc = Literal["softmax", "sigmoid", "softmax_of_chosen"]
@@ -155,7 +155,9 @@ def check_router(op: str, router: object, num_experts: int) -> RouterConfig:
     if not isinstance(router, RouterConfig):
         example = f"RouterConfig(top_k={router})" if type(router) is int else "RouterConfig(top_k=2)"
         fail(TypeError, op, "router", repr(router), f"allowed: a RouterConfig, such as {example}")
-    check_experts(op, num_experts, router.top_k, router.num_groups, router.top_k_groups, router.group_score)
+    if misfit := find_misfit(num_experts, router.top_k, router.num_groups, router.top_k_groups, router.group_score):
+        field, value, allowed = misfit
+        fail(ValueError, op, "router", f"{field}={value}", allowed)
     return router
 
 

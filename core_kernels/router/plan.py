@@ -97,15 +97,18 @@ def check_choice(
     return {**attrs, "force_balance": int(force_balance)}
 
 
-def check_experts(op: str, experts: int, top_k: int, num_groups: int, top_k_groups: int, group_score: str) -> None:
-    """Raise ValueError unless options of `check_choice` choose among this number of experts."""
+def find_misfit(
+    experts: int, top_k: int, num_groups: int, top_k_groups: int, group_score: str
+) -> tuple[str, int, str] | None:
+    """The option of `check_choice` that does not fit this number of experts: its name, its value, what is allowed."""
     if experts % num_groups or (num_groups > 1 and experts == num_groups and group_score == "top2"):
         allowed = f"allowed: divisors of {experts}, the number of experts, with at least 2 experts in a group"
-        fail(ValueError, op, "num_groups", num_groups, allowed)
+        return "num_groups", num_groups, allowed
     most = experts // num_groups * top_k_groups
     if top_k > most:
         what = "num_experts" if num_groups == 1 else "the experts of the chosen groups"
-        fail(ValueError, op, "top_k", top_k, f"allowed: 1 to {what} = {most}")
+        return "top_k", top_k, f"allowed: 1 to {what} = {most}"
+    return None
 
 
 def _check_route(
@@ -120,7 +123,8 @@ def _check_route(
         op, top_k=top_k, score_func=score_func, normalize=normalize, route_scale=route_scale, num_groups=num_groups,
         top_k_groups=top_k_groups, group_score=group_score, force_balance=force_balance,
     )  # fmt: skip
-    check_experts(op, experts, top_k, num_groups, top_k_groups, group_score)
+    if misfit := find_misfit(experts, top_k, num_groups, top_k_groups, group_score):
+        fail(ValueError, op, *misfit)
     tokens = logits.shape[0]
     out = (
         ArrayType((tokens, top_k), "int32"),

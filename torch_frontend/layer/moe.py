@@ -33,7 +33,7 @@ from ..exchange.exchange import Handle, Layout
 from ..exchange.shards import ALONE, check_group, replicated
 from ..ops import direct as ops
 from ..ops.call import require_tensor
-from ..ops.checks import check_autocast, check_plain
+from ..ops.checks import check_autocast, check_flag, check_plain
 from ..ops.launch import check_devices
 from ..ops.ranges import named
 from ..routing.router import Routing, external_routing, route_tokens
@@ -155,6 +155,9 @@ class MoE(nn.Module):
         check_sizes("MoE", {"dim": dim, "hidden_dim": hidden_dim}, {"num_experts": num_experts})
         self.router_config = check_router("MoE", router, num_experts)
         shared = check_shared("MoE", shared)
+        check_flag("MoE", "bias", bias)
+        check_flag("MoE", "recompute", recompute)
+        SwiGLU.check("MoE", activation)
         self.num_experts = num_experts
         self.router = nn.Linear(dim, num_experts, bias=router.bias, dtype=dtype, device=device)
         zeros = torch.zeros(num_experts, dtype=torch.float32, device=device) if router.selection_bias else None

@@ -48,6 +48,8 @@ PUBLIC: Rows = (
     ("MXArray.from_packed.packed", any_size(0), PACKED, EMPTY),
     ("MXArray.quantize.x MXGradArray.wrap.value dispatch.rows", NUMBERS, any_size(0), blocks(1), EMPTY, FLOAT32),
     ("MoEConfig.num_experts", may("another number of experts", *SMALL, LARGE)),
+    ("RouterConfig.top_k", may("a choice among 7 experts or more, which a layer checks", "7")),
+    ("RouterConfig.num_groups", may("groups of as many experts or more, which a layer checks", "7", LARGE)),
     ("RouterConfig.route_scale", REAL, may("weights of the other sign", "-1.0")),
     ("QuantizedWeights.with_values.values grouped_mm.w grouped_swiglu_ffn.[wx]* moe.apply.x", NUMBERS, FLOAT32),
     ("SwiGLU.alpha update_selection_bias.rate", REAL),

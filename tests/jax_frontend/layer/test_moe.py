@@ -334,7 +334,7 @@ def test_init_draws_what_apply_takes() -> None:
     [
         ({"dim": 33}, "dim: got 33"),
         ({"hidden_dim": 0}, "hidden_dim: got 0"),
-        ({"top_k": 9}, "top_k: got 9"),
+        ({"top_k": 9}, "MoEConfig: router: got top_k=9"),
         ({"score_func": "relu"}, "'softmax', 'sigmoid', 'softmax_of_chosen'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
         ({"prob_in": "router"}, "'combine', 'swiglu', 'input'"),

@@ -178,7 +178,8 @@ def layer(**arguments) -> object:
     ("error", "message", "run"),
     [
         (TypeError, r"route: logits: got dtype int32", lambda: route(LOGITS.astype(jnp.int32), RouterConfig(2))),
-        (ValueError, r"route: top_k: got 9; allowed: 1 to num_experts = 8", lambda: route(LOGITS, RouterConfig(9))),
+        (ValueError, r"route: router: got top_k=9; allowed: 1 to num_experts = 8",
+         lambda: route(LOGITS, RouterConfig(9))),
         (TypeError, r"route: router: got 2; allowed: a RouterConfig, such as RouterConfig\(top_k=2\)",
          lambda: route(LOGITS, 2)),
         (ValueError, r"route: selection_bias: got None; allowed: an array",
@@ -187,7 +188,7 @@ def layer(**arguments) -> object:
         (ValueError, r"RouterConfig: route_scale: got nan", lambda: RouterConfig(2, route_scale=float("nan"))),
         (ValueError, r"route: selection_bias: got shape \(7,\)",
          lambda: route(LOGITS, RouterConfig(2), selection_bias=LOGITS[0, :7])),
-        (ValueError, r"MoEConfig: num_groups: got 3", lambda: config(num_groups=3)),
+        (ValueError, r"MoEConfig: router: got num_groups=3", lambda: config(num_groups=3)),
         (TypeError, r"RouterConfig: num_groups: got 2.0; allowed: an int", lambda: config(num_groups=2.0)),
         (ValueError, r"SharedExpert: hidden_dim: got 40", lambda: SharedExpert(40)),
         (ValueError, rf"SharedExpert: hidden_dim: got {2**31}", lambda: SharedExpert(2**31)),

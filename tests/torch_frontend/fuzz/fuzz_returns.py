@@ -66,6 +66,8 @@ PUBLIC: Rows = (
     ("MoE.forward.routed.x grouped_mm.w", NUMBERS, FLOAT32, STRIDED),
     ("MoE.forward.routed.weights", NUMBERS),
     ("dispatch_probs.probs swiglu.gate swiglu.up update_selection_bias.selection_bias", NUMBERS, STRIDED),
+    ("RouterConfig.top_k", may("a choice among 7 experts or more, which a layer checks", "7")),
+    ("RouterConfig.num_groups", may("groups of as many experts or more, which a layer checks", "7", str(2**31 - 1))),
     ("RouterConfig.route_scale", REAL, may("weights of the other sign", "-1.0")),
     ("QuantizedWeights.with_values.values", NUMBERS, FLOAT32, STRIDED, META),
     ("Recipe.name", may("any name", "''", "'int32'", "'complex64'", "type str")),

@@ -244,7 +244,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         mt.MoE,
         {
             **SIZES, "router": mt.RouterConfig(1), "shared": mt.SharedExpert(64), "recipe": "mxfp8", "bias": True,
-            "recompute": True,
+            "activation": mt.SwiGLU(), "recompute": True,
         },
     ),
     "MoE.forward": (lambda x: mt.MoE(32, 64, 2, mt.RouterConfig(1))(x), {"x": floats(5, 32)}),

@@ -203,7 +203,8 @@ def test_training_lowers_the_loss() -> None:
         (ValueError, r"MoE: dim: got 40; allowed: positive multiples of 32",
          lambda: MoE(40, HIDDEN, E, RouterConfig(2))),
         (ValueError, r"MoE: hidden_dim: got 0", lambda: MoE(D, 0, E, RouterConfig(2))),
-        (ValueError, r"MoE: top_k: got 9; allowed: 1 to num_experts = 8", lambda: MoE(D, HIDDEN, E, RouterConfig(9))),
+        (ValueError, r"MoE: router: got top_k=9; allowed: 1 to num_experts = 8",
+         lambda: MoE(D, HIDDEN, E, RouterConfig(9))),
         (TypeError, r"RouterConfig: top_k: got 2.0; allowed: an int", lambda: RouterConfig(2.0)),  # type: ignore[arg-type]
         (TypeError, r"RouterConfig: top_k: got True", lambda: RouterConfig(True)),
         (ValueError, r"RouterConfig: score_func: got 'relu'", lambda: RouterConfig(2, score_func="relu")),  # type: ignore[arg-type]
