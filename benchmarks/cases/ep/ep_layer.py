@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, grouped_swiglu_ffn
 from mxep.torch_frontend.overlap.expert_parallel import Transport, choose_exchange
 from mxep.torch_frontend.overlap.local_experts import FFNExperts
-from mxep.torch_frontend.products.ffn import ffn_call
+from mxep.torch_frontend.products.ffn import FFNOptions, ffn_call
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -100,7 +99,7 @@ def work(
     t, _, _, e, k = shape
     table = [(places(routing, t, e, k, rank) < k).sum(0).tolist() for rank in range(group.size())]
     here = slice(group.rank() * len(plain.w1), (group.rank() + 1) * len(plain.w1))
-    call = ffn_call("benchmark", plain[1:], recipe, device, PLAIN, False, True, True, False)
+    call = ffn_call("benchmark", plain[1:], device, True, FFNOptions(recipe))
     experts, parameters = FFNExperts(call, (None, None, None)), (*plain[1:], None, None, None)
     prob = torch.full((t,), 1 / k, device=device)
     return Work(
