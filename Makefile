@@ -123,13 +123,16 @@ sdist: .venv/.base
 
 # The files of a release in dist/, of a committed tree, each tried in new environments. If the Python of .venv is 3.12 or
 # newer, the wheel is for 3.12 and all later releases; if it is 3.11, for 3.11 alone.
+release: COMMIT := $(shell git rev-parse --short HEAD 2> /dev/null)
 release:
 	@test -z "$$(git status --porcelain)" || { echo "release: commit first: the sdist has the files of the folder"; exit 1; }
 	rm -rf dist
 	$(MAKE) wheel
 	$(MAKE) sdist
 	tests/install/conformance.sh $(abspath $(BIN))/python "$$(ls dist/*.whl)" $(SDIST)
-	@echo && $(BIN)/python tests/install/sizes.py dist && echo "Released files of $$(git rev-parse --short HEAD) are in dist/."
+	@test -z "$$(git status --porcelain)" && test "$$(git rev-parse --short HEAD)" = $(COMMIT) || \
+	  { echo "release: the sources have changed since $(COMMIT): start again"; exit 1; }
+	@echo && $(BIN)/python tests/install/sizes.py dist && echo "Released files of $(COMMIT) are in dist/."
 
 # Into the environment of $(PYTHON), which has torch or jax for CUDA already. Downloads nothing; names the packages that
 # the build needs and that are missing, and fails without nvcc.
