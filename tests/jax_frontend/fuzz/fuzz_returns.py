@@ -37,9 +37,8 @@ PACKED = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 ANY_SUM = may("counts of fewer rows; more are dropped", "all 0", "all 1", "one 0", "one 1")
 SOME_COUNTS = may("traced alone: the sum of the counts is unknown", *(f"dim 0 {n}" for n in ("- 1", "= 1")))
 ANY_MAP = may("padding, or a row many times", "all -1", "all 0", "all 1", "one -1", "one 0", "one 1")
-OTHER_IDS = may("other experts", "all 0", "all 1", "one 1")
+OTHER_IDS = may("other experts", "all 0", "all 1", "one 0", "one 1")
 UNREAD = may("the gradient alone reads it", *BITS.names)
-ONE_NUMBER = may("computed as IEEE numbers", "all nan", "all inf", "all -inf", "all 3e+38")
 MOVED = may(
     "values are moved, of any dtype of floats; jax.numpy makes fp32 of float64", "float16", "float32", "float64"
 )
@@ -113,12 +112,12 @@ OPS: Rows = (
     ("ops.swiglu*.limit", REAL, may("no limit", "0.0")),
     ("ops.swiglu*.offset", REAL, may("another offset", "-1.0", "0.0")),
     ("ops.route*.route_scale", REAL, may("weights of the other sign", "-1.0")),
-    ("ops.route.top_k", may("another number of choices", "7")),
+    ("ops.route.top_k", may("another number of choices", "1", "7")),
     ("ops.*.headroom", may("another headroom", "0", "7")),
     (
         "ops.combine_bwd_row.rounding ops.*_col_fold.rounding ops.quantize_matrix_fold.rounding"
         " ops.swiglu_bwd_fold.rounding",
-        may("the other rounding", "1"),
+        may("the other rounding", "0", "1"),
     ),
     ("ops.unblock_scales.num_scales", may("fewer scales, which take as many blocks", "1")),
     ("ops.sort_by_expert.num_experts", may("traced alone: experts without rows, or without a number", *SMALL, LARGE)),
@@ -127,13 +126,16 @@ OPS: Rows = (
     ("ops.combine_bwd*.dy ops.combine_bwd*.rows", NUMBERS, FLOAT32),
     ("ops.combine.rows", NUMBERS, any_size(0), any_size(1), EMPTY, FLOAT32),
     ("ops.permute_rows.x", NUMBERS, any_size(0), any_size(1), EMPTY, FLOAT32, may("rows of bytes", "uint8")),
-    ("ops.quantize_blockwise.x ops.quantize_squares*.x", NUMBERS, any_size(0), any_size(1), EMPTY, ROWS_MORE, FLOAT32),
+    (
+        "ops.quantize_blockwise.x ops.quantize_squares*.x",
+        *(NUMBERS, any_size(0), any_size(1), SWAPPED, EMPTY, ROWS_MORE, FLOAT32),
+    ),
     ("ops.quantize_row.x", NUMBERS, any_size(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.quantize_row_packed.x", NUMBERS, any_size(0), blocks(1), EMPTY, FLOAT32),
     ("ops.quantize_row_fold.x ops.quantize_rowwise.x", NUMBERS, any_size(0), more_blocks(1), ROWS_MORE, FLOAT32),
     ("ops.quantize_both.x", NUMBERS, blocks(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.quantize_both_fold.x", NUMBERS, more_blocks(0), more_blocks(1), FLOAT32),
-    ("ops.quantize_matrix_fold.x", NUMBERS, more_blocks(0), more_blocks(1), ROWS_MORE, FLOAT32),
+    ("ops.quantize_matrix_fold.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32),
     ("ops.quantize_col.x", NUMBERS, blocks(0), any_size(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs", NUMBERS, larger(0)),
     ("ops.grouped_wgrad_bf16_t.?hs_t", NUMBERS, any_size(0)),
@@ -144,11 +146,10 @@ OPS: Rows = (
     ("ops.route.logits", NUMBERS, any_size(0), BFLOAT16),
     ("ops.route_bwd.logits", NUMBERS, BFLOAT16),
     # Numbers in fp32.
-    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise.lhs_sf", NUMBERS),
-    ("ops.grouped_mm_blockwise.rhs_sf", ONE_NUMBER),
+    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise.?hs_sf", NUMBERS),
     ("ops.route.bias ops.route_bwd.dshares ops.slot_map.weights ops.swiglu*.prob", NUMBERS, NO_VALUES),
     # Codes and scales.
-    ("ops.grouped_mm_blockwise.rhs_q", more_blocks(1)),
+    ("ops.grouped_mm_blockwise.rhs_q", may("128 rows, which are one square too", "dim 1 * 2")),
     ("ops.permute_mx.packed ops.permute_mx_col_fold.packed", any_size(0), PACKED, EMPTY),
     ("ops.permute_mx_fold.packed", any_size(0), may("33 bytes a block", "dim 1 * 2")),
     ("ops.block_scales.sf", larger(0), any_size(1)),
@@ -160,14 +161,15 @@ OPS: Rows = (
         *(NO_ROWS, FEWER_GROUPS),
     ),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
-    ("ops.*_col_fold.group_ends ops.swiglu_bwd_fold.group_ends", NO_ROWS, MORE_GROUPS, EMPTY),
+    ("ops.*_col_fold.group_ends", NO_ROWS, FEWER_GROUPS, MORE_GROUPS),
+    ("ops.swiglu_bwd_fold.group_ends", NO_ROWS, FEWER_GROUPS),
     ("ops.permute_mx.row_map ops.permute_mx_fold.row_map ops.permute_rows.row_map", ANY_MAP, any_size(0), EMPTY),
     ("ops.permute_mx_col_fold.row_map", ANY_MAP, more_blocks(0)),
     ("ops.combine.slots", ANY_MAP),
     ("ops.row_map.counts", ANY_SUM),
-    ("ops.slot_map.counts", larger(0)),
+    ("ops.slot_map.counts", SOME_COUNTS, larger(0)),
     ("ops.sort_by_expert.expert_ids", OTHER_IDS, any_size(0), EMPTY),
-    ("ops.route_bwd.expert_ids", may("other experts", "all 1", "one 1")),
+    ("ops.route_bwd.expert_ids", OTHER_IDS),
 )  # fmt: skip
 
 ROWS = (*PUBLIC, *OPS)
