@@ -29,7 +29,7 @@ MODES = {
 OUT_DTYPES = ("bfloat16", "float32")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashable: arrays and options are not
 class Case:
     """make(rng, m) returns the inputs of `op`, in its order, with m rows; m is a multiple of `multiple`.
 

@@ -4,6 +4,7 @@ Ops are compared here with their oracles, grouped products with fp64 sums; a fee
 """
 
 import re
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from .definitions import DEFINITIONS
 __all__ = [
     "FP8_CHAIN",
     "as_defined",
+    "definition",
     "definition_db",
     "dprob_bound",
     "expert_db",
@@ -59,10 +61,18 @@ def fp8_sums(backend: str, op: str, got: Array, *operands: Array) -> None:
         same_bytes(got, getattr(oracle_sm90, op)(*operands, got.dtype.name))
 
 
-def as_defined(backend: str, case: Case, got: Any, arrays: Arrays) -> None:
-    """Assert the bytes of the definition. A last output that is a sum in any order is within its bound instead."""
+@lru_cache(maxsize=1)
+def definition(case: Case) -> tuple[Arrays, Arrays]:
+    """The inputs of a case, and the outputs of its definition. Kept for the next backend of the case."""
+    arrays = case.arrays()
     want = DEFINITIONS[case.op](*arrays, **case.options_of())
-    got, want = (x if isinstance(x, tuple | list) else (x,) for x in (got, want))
+    return arrays, tuple(want) if isinstance(want, tuple | list) else (want,)
+
+
+def as_defined(backend: str, case: Case, got: Any) -> None:
+    """Assert the bytes of the definition. A last output that is a sum in any order is within its bound instead."""
+    arrays, want = definition(case)
+    got = got if isinstance(got, tuple | list) else (got,)
     if case.op == "permute_rows":  # which copies the bits of a NaN
         got, want = ([x.view(f"u{x.itemsize}") for x in of] for of in (got, want))
     bound = next((bound for start, bound in BOUNDS.items() if case.op.startswith(start)), None)
@@ -96,12 +106,21 @@ def dprobs_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:
     same_bytes(got[none], np.zeros(none.sum(), np.float32))
 
 
+@lru_cache(maxsize=1)
+def product_sums(case: Case) -> tuple[Array, Array]:
+    """The fp64 sums of a grouped product, and of the magnitudes of its terms."""
+    arrays, _ = definition(case)
+    named = zip(KERNEL_OPS[case.op].inputs, arrays, strict=True)
+    positive = [x if name.endswith(("sf", "ends")) else x & 0x7F if x.dtype == np.uint8 else np.abs(x)
+                for name, x in named]  # fmt: skip
+    exact, magnitude = (DEFINITIONS[case.op](*of, out_dtype="float64") for of in (arrays, positive))
+    return exact, magnitude
+
+
 def product_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:
     """The bound of a grouped product. It is zero for rows past the last end and for groups without tokens."""
     named = dict(zip(KERNEL_OPS[case.op].inputs, arrays, strict=True))
-    positive = [x if name.endswith(("sf", "ends")) else x & 0x7F if x.dtype == np.uint8 else np.abs(x)
-                for name, x in named.items()]  # fmt: skip
-    exact, magnitude = (DEFINITIONS[case.op](*of, out_dtype="float64") for of in (arrays, positive))
+    exact, magnitude = product_sums(case)
     terms = sum(x.shape[1] for name, x in named.items() if re.fullmatch(r"lhs2?(_qf?)?", name))
     # fp32 roundings of a term of a blockwise sum, in halves of 2^-23: two scaled operands, or a product of scales and
     # of a partial sum

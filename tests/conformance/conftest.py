@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from . import backends
+from . import backends, cases
 
 WITHOUT_ADAPTER = (
     *("test_adapter.py", "test_check.py", "test_oracle.py", "test_oracle_sm90.py", "test_references.py"),
@@ -35,7 +35,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "backend" in metafunc.fixturenames:
         names = metafunc.config.getoption("backend", None) or backends.DEFAULT
-        metafunc.parametrize("backend", names, scope="module")
+        if metafunc.function.__name__ == "test_case":
+            cases.parametrize(metafunc, names, metafunc.module.CASES)
+        else:
+            metafunc.parametrize("backend", names, scope="module")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -10,13 +10,16 @@ import pytest
 
 HERE = Path(__file__).parent
 (EXAMPLE,) = re.findall(r"```python\n(.*?)```", (HERE / "backends" / "README.md").read_text(), re.S)
+FILES = [
+    *(str(HERE / name) for name in ("test_backends.py", "quantize/test_quantize.py", "quantize/test_cases.py")),
+    str(HERE / "routing" / "test_cases_permute.py"),
+]
 
 
 def run(folder: Path, source: str) -> str:
     """The last line of pytest, with `source` as the adapter."""
     (folder / "adapter_of_mine.py").write_text(source)
-    files = [str(HERE / name) for name in ("test_backends.py", "quantize/test_quantize.py", "test_cases.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "adapter_of_mine", *files]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--backend", "adapter_of_mine", *FILES]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path, "CI": "false"}
     ran = subprocess.run(command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, check=False)

@@ -3,12 +3,16 @@
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 
-from ..cases import FIRST
+from ..cases import FIRST, TABLES
 from . import backends, check
 from .definitions import DEFINITIONS
+
+HERE = Path(__file__).parent
 
 
 def test_every_adapter_of_this_process_runs() -> None:
@@ -26,6 +30,13 @@ def test_an_adapter_has_ops_of_the_suite(backend: str) -> None:
 
 def test_every_op_has_a_definition() -> None:
     assert backends.KERNEL_OPS.keys() <= DEFINITIONS.keys()
+
+
+def test_every_case_is_in_one_file() -> None:
+    files = [path.relative_to(HERE).with_suffix("").parts for path in HERE.glob("*/test_cases*.py")]
+    modules = [import_module(".".join(("", *parts)), __package__) for parts in files]
+    found = [name for module in modules for name in module.CASES]
+    assert sorted(found) == sorted(name for table in TABLES for name in getattr(table, "CONFORMANCE", {}))
 
 
 @pytest.mark.needs("POISONED")

@@ -1,0 +1,44 @@
+"""The cases of a file on every backend: exact bytes, or the error bound of a sum.
+
+A family has its files test_cases*.py, because a file runs on one worker. Each has a table `CASES` and one test, of the
+arguments `backend` and `name`. A case's backends follow each other, so that its definition is computed once.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+from mxep.core_kernels.cases import Case
+
+from ..cases import PRODUCTS
+from . import backends, check
+
+
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    composed = [pytest.mark.composed(case.op, *case.options_of())] if backends.KERNEL_OPS[case.op].compose else []
+    return [pytest.mark.needs(case.op), *composed]
+
+
+def slow(table: Mapping[str, Case]) -> set[str]:
+    """Names of cases: a product in bf16 is the fp32 product, rounded. The first case of an op is enough."""
+    rounded: dict[str, list[str]] = {}
+    for name, case in table.items():
+        if case.op in PRODUCTS and case.options_of().get("out_dtype") == "bfloat16":
+            rounded.setdefault(case.op, []).append(name)
+    return {name for names in rounded.values() for name in names[1:]}
+
+
+def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], table: Mapping[str, Case]) -> None:
+    """Every case on the backends `names`, case by case."""
+    repeated = slow(table)
+    parameters = [
+        pytest.param(backend, name, marks=[*marks(case), *([pytest.mark.slow] if name in repeated else [])])
+        for name, case in table.items()
+        for backend in names
+    ]
+    metafunc.parametrize(("backend", "name"), parameters)
+
+
+def compare(backend: str, case: Case) -> None:
+    """Assert that the backend's op returns what the case's definition returns."""
+    arrays, _ = check.definition(case)
+    check.as_defined(backend, case, backends.Ops(backend)[case.op](*arrays, **case.options_of()))

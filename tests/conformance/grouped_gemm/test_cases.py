@@ -1,0 +1,11 @@
+"""The cases of grouped products on every backend, without folded operands."""
+
+from mxep.core_kernels.grouped_gemm.cases import CONFORMANCE
+
+from .. import cases
+
+CASES = {name: case for name, case in CONFORMANCE.items() if "_fold" not in case.op}
+
+
+def test_case(backend: str, name: str) -> None:
+    cases.compare(backend, CASES[name])
