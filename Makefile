@@ -141,9 +141,9 @@ install-gpu:
 	$(PYTHON) -m pip install --no-build-isolation --no-deps --editable . $(CUDA_KERNELS)=ON
 	-$(PYTHON) -m mxep.doctor
 
-# On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, and the references for the
-# oracle, which need onnx and gfloat; and slow tests. JAX allocates memory on demand, because processes share the device. The files that
-# take longest start first. Host time is measured last, with no other test running.
+# On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, slow tests, and the references
+# for the oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. The
+# files that take longest start first. Host time is measured last, with no other test running.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m "not slow" -n 8 --dist loadfile tests/conformance \
 	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"
