@@ -33,10 +33,11 @@ from .cases.ep import ep_layer, expert_parallel
 from .cases.ep.ep_work import PEER, Work, check, held_nbytes
 from .cases.ep.expert_parallel import EPShape
 from .cases.shapes import MoELayer
-from .figures import ranks, timeline
-from .figures.device_timing import peak_nbytes
+from .clocks import ranks
+from .clocks.device_timing import peak_nbytes
+from .clocks.timing import Sample
+from .figures import timeline
 from .figures.results import Line
-from .figures.timing import Sample
 
 KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")

@@ -25,7 +25,7 @@ from .cases.chosen_experts import ROUTINGS, logits
 from .cases.ep.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
 from .cases.moe_layer import flops
 from .cases.shapes import MoELayer
-from .figures import device_timing
+from .clocks import device_timing
 from .figures.results import Line
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")

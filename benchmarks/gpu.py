@@ -17,8 +17,8 @@ from .cases import moe_layer
 from .cases.ops import families
 from .cases.products import grouped_gemm
 from .cases.shapes import H200, Shapes
-from .figures import device_timing
-from .figures.device_timing import Each
+from .clocks import device_timing
+from .clocks.device_timing import Each
 from .figures.failures import guarded
 from .figures.results import Line
 

@@ -21,11 +21,11 @@ from .cases.error_check import Error, sqnr_db
 from .cases.products.grouped_gemm import OPS, ProductCase, large_cases, small_case
 from .cases.products.grouped_gemm_autograd import MIN_SQNR_DB
 from .cases.shapes import Product, Products
-from .figures import device_timing
-from .figures.device_timing import Each, torch_wait
+from .clocks import device_timing
+from .clocks.device_timing import Each, torch_wait
+from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
-from .figures.timing import Sample
 from .peers.device_copy import copy_of
 from .peers.grouped_gemm import BF16, DENSE_BF16, DENSE_FP8, RAGGED_DOT, ROW_SCALED
 

@@ -38,11 +38,11 @@ from .cases.moe_layer import (
     torch_programs,
 )
 from .cases.shapes import MoELayer, RoutedLayer
-from .figures import device_timing, energy
-from .figures.device_timing import Each, torch_end
+from .clocks import device_timing, energy
+from .clocks.device_timing import Each, torch_end
+from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
-from .figures.timing import Sample
 from .peers.moe_layer import jax_layer, ragged_dot_nbytes
 
 T = TypeVar("T")

@@ -20,11 +20,11 @@ from .cases.calls import jax_call, ops_of, torch_call
 from .cases.case import Case, Tensors
 from .cases.ops import families
 from .cases.shapes import TINY_LAYER, Layer
-from .figures import device_timing
-from .figures.device_timing import Each, torch_wait
+from .clocks import device_timing
+from .clocks.device_timing import Each, torch_wait
+from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
-from .figures.timing import Sample
 from .peers import compiled, formulas_jax
 from .peers.device_copy import copy_of
 

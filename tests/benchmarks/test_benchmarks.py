@@ -17,7 +17,8 @@ import torch
 from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
 from benchmarks.cases import moe_layer, shapes
 from benchmarks.cases.ops import families
-from benchmarks.figures import device_timing, energy, results, timing
+from benchmarks.clocks import device_timing, energy, timing
+from benchmarks.figures import results
 from benchmarks.figures.tables import table_moe_layer, table_ops
 from benchmarks.peers import moe_layer as plain
 

@@ -20,7 +20,8 @@ from mxep.torch_frontend.overlap.copy_engines import CopyEngines
 from benchmarks import ep, ep_jax, readme
 from benchmarks.cases import chosen_experts, shapes
 from benchmarks.cases.ep import ep_layer, ep_wire, ep_work, expert_parallel
-from benchmarks.figures import device_timing, results, timeline
+from benchmarks.clocks import device_timing
+from benchmarks.figures import results, timeline
 from benchmarks.figures.tables import table_ep
 from benchmarks.figures.timeline import Event
 

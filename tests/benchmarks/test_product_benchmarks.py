@@ -21,9 +21,10 @@ from benchmarks.cases import error_check, shapes
 from benchmarks.cases.products import grouped_gemm
 from benchmarks.cases.products.grouped_gemm_case import group_ends, operands
 from benchmarks.cases.shapes import Product
-from benchmarks.figures import device_timing, results, roofline
+from benchmarks.clocks import device_timing
+from benchmarks.clocks.timing import Sample
+from benchmarks.figures import results, roofline
 from benchmarks.figures.tables import table_grouped_gemm
-from benchmarks.figures.timing import Sample
 
 
 def scaled_grouped_mm(

@@ -7,7 +7,7 @@ import pytest
 import torch
 from mxep.torch_frontend import ops
 
-from benchmarks.figures import device_timing
+from benchmarks.clocks import device_timing
 from benchmarks.figures.bars import AT_MOST_US
 
 from .cases import CASES, to_numpy
