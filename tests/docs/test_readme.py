@@ -65,10 +65,11 @@ def test_the_charts_are_up_to_date(chart: Any, tmp_path: Path) -> None:
 def test_the_fastest_bf16_peer_of_a_run_is_the_best_bf16() -> None:
     """Of two runs, only the lines of the layer's own count."""
     (layer,) = [row for row in speed.layers(results.newest("h200")) if speed.sizes_of(row["case"]) == speed.LAYERS[0]]
-    other = {**layer, "peer": "recipe_bf16", "peer_us": layer["peer_us"] / 2, "peer_peak_nbytes": 2**30}
+    other = {**layer, "peer": "recipe_bf16", "peer_us": layer["peer_us"] / 2}
+    other |= {"peer_peak_nbytes": 2**30, "peer_joules": 30.0}
     older = {**other, "commit": "0" * 40, "peer_us": 1.0}
     sides = headline.sides(layer, [layer, other, older])
-    assert sides["best bf16"] == headline.Side(layer["peer_us"] / 2e3, 1.0, None)
+    assert sides["best bf16"] == headline.Side(layer["peer_us"] / 2e3, 1.0, 30.0)
     assert "best bf16" not in headline.sides(layer, [layer, older])
     assert "| MoE layer, best bf16, ms |" in speed.table([layer, other], [])
     assert "best bf16, ms" not in speed.table([layer, older], [])
