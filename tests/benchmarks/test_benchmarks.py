@@ -86,8 +86,12 @@ def test_the_layer_is_checked_compared_and_reported(tmp_path: Path, monkeypatch:
     assert not any(line.joules or line.peer_joules for line in lines)  # no counter on a CPU
     assert all(line.error["grade"] == "sqnr_db" and line.error["sqnr_db"] >= 21 for line in lines)
     table = table_moe_layer.table(recorded(lines, tmp_path, monkeypatch))
-    assert table.count("\n| forward") == 4 + 1
-    assert table.count("\n| forward and backward, one expert |") == 1
+    ours, against_recipe_bf16 = table.split("Recipe `bf16` is the same layer")
+    assert ours.count("\n| forward") == 4 + 1
+    assert ours.count("\n| forward and backward, one expert |") == 1
+    peers = [line for line in lines if line.peer == "recipe_bf16"]
+    assert against_recipe_bf16.count("\n| forward") == len(peers) > 0
+    assert f"{peers[0].peer_us / 1e3:.2f} / {peers[0].us / 1e3:.2f} (" in against_recipe_bf16
 
 
 def test_a_layer_in_a_graph_has_lines_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

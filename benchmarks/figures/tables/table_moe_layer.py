@@ -10,7 +10,10 @@ NAMES = {"moe_layer_fwd": "forward", "moe_layer_fwd_bwd": "forward and backward"
 COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: bf16 / ours (n, spread)", "speedup",
            "single step, ms: bf16 / ours (n, spread)", "speedup", "JAX back to back, ms (n, spread)", "speedup",
            "`jax.lax.ragged_dot` / JAX", "dB", "peak memory, GiB: bf16 / ours")  # fmt: skip
-PLAIN = "plain_torch_bf16"
+OWN_COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: recipe `bf16` / ours (n, spread)",
+               "speedup", "joules of a step: bf16 / recipe `bf16` / ours",
+               "peak memory, GiB: recipe `bf16` / ours")  # fmt: skip
+PLAIN, RECIPE_BF16 = "plain_torch_bf16", "recipe_bf16"
 
 
 def is_layer(op: str) -> bool:
@@ -104,6 +107,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "dense operands for it. Empty: the operands exceed the memory, or it was not measured.",
         "",
         *_lines(rows),
+        *_against_recipe_bf16(rows),
     ]
     if other:
         text += ["", f"{machine(list(other))}:", "", *_lines(other)]
@@ -118,4 +122,26 @@ def _lines(rows: Sequence[Row]) -> list[str]:
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
         *(f"| {' | '.join(_cells(of_one))} |" for of_one in sorted(groups.values(), key=lambda rows: rows[0]["op"])),
+    ]
+
+
+def _against_recipe_bf16(rows: Sequence[Row]) -> list[str]:
+    """The torch layer against itself without quantization, from the run of the other table; [] without lines."""
+    steps = [row for row in rows if row["frontend"] == "torch" and row["case"].get("clock")]
+    plain = {(row["op"], str(row["case"])): row for row in steps if row["peer"] == PLAIN}
+    cells = []
+    for row in sorted((row for row in steps if row["peer"] == RECIPE_BF16), key=lambda row: row["op"]):
+        other = plain[row["op"], str(row["case"])]
+        joules = [other.get("peer_joules"), row.get("peer_joules"), row.get("joules")]
+        shown = " / ".join(f"{spent:.1f}" for spent in joules if spent) if all(joules) else ""
+        cells.append((_layer(row), _sizes(row), _how(row), *_times(row), shown, peaks(row)))
+    if not cells:
+        return []
+    return [
+        "",
+        "Recipe `bf16` is the same layer of mxep without quantization, in the same run: what MXFP8 itself gains.",
+        "",
+        f"| {' | '.join(OWN_COLUMNS)} |",
+        f"|{' --- |' * len(OWN_COLUMNS)}",
+        *(f"| {' | '.join(of_one)} |" for of_one in cells),
     ]
