@@ -32,14 +32,14 @@ AUX_LOSS_WEIGHT = 0.01
 TOKENS = P(("data", "expert"))
 """The sharding of (B, S) and (B, S, D): sequences over all devices."""
 SIZES = {  # on a CPU, on GPUs
-    "layers": (2, 8),
+    "layers": (2, 4),
     "dim": (64, 2048),
     "hidden_dim": (96, 768),
     "heads": (4, 16),
-    "experts": (8, 128),
+    "experts": (8, 32),
     "top_k": (2, 8),
     "length": (64, 2048),
-    "batch": (16, 64),
+    "batch": (16, 32),
 }
 Params = dict[str, Any]
 

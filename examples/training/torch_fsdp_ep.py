@@ -33,14 +33,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 VOCABULARY = 256
 AUX_LOSS_WEIGHT = 0.01
 SIZES = {  # on a CPU, on GPUs
-    "layers": (2, 8),
+    "layers": (2, 4),
     "dim": (64, 2048),
     "hidden_dim": (96, 768),
     "heads": (4, 16),
-    "experts": (8, 128),
+    "experts": (8, 32),
     "top_k": (2, 8),
     "length": (64, 2048),
-    "batch": (16, 64),
+    "batch": (16, 32),
 }
 
 
