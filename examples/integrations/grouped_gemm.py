@@ -1,7 +1,7 @@
 """The grouped GEMM alone: `grouped_mm` in MXFP8 against torch's own in bf16, forward and backward.
 
     python examples/integrations/grouped_gemm.py                                              # a GPU, or small on a CPU
-    python examples/integrations/grouped_gemm.py --rows 16384 --k 7168 --n 2048 --groups 32
+    python examples/integrations/grouped_gemm.py --rows 65536 --k 7168 --n 2048 --groups 32
 
 out = x w^T for each group of rows: x (M, K) bf16, w (G, N, K) bf16. `grouped_mm` quantizes x and w in every call, and
 its time includes that. SQNR: signal to noise in dB, against torch's product in fp32 of the same bf16 values.
@@ -54,7 +54,7 @@ def milliseconds(step: Callable[[], object], device: torch.device, repeats: int)
 
 def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rows, k, n, groups = (16384, 7168, 2048, 32) if device.type == "cuda" else (512, 128, 96, 4)
+    rows, k, n, groups = (131072, 7168, 2048, 32) if device.type == "cuda" else (512, 128, 96, 4)
     flags = argparse.ArgumentParser(prog="grouped_gemm.py", description="Grouped GEMM in MXFP8 against bf16.")
     for name, size in {"rows": rows, "k": k, "n": n, "groups": groups, "repeats": 10}.items():
         flags.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"default: {size}")

@@ -83,11 +83,11 @@ def with_adapters(model: nn.Module, rank: int) -> Any:
     return get_peft_model(model, config)
 
 
-def loss_of(model: Any, row: Tensor) -> float:
-    """The loss of one row, without gradients."""
+def loss_of(model: Any, row: Tensor, bf16: bool) -> float:
+    """The loss of one row, without gradients. bf16: in autocast, as the Trainer runs the model that it trains."""
     model.eval()
     row = row[None].to(model.device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(model.device.type, torch.bfloat16, enabled=bf16):
         return model(input_ids=row, labels=row).loss.item()
 
 
@@ -133,8 +133,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         again = load(args.out, args.recipe)
     again = again.to(model.device)
-    print(f"loss of the first row: trained {loss_of(model, rows[0]['input_ids']):.6f}", end=", ")
-    print(f"loaded again {loss_of(again, rows[0]['input_ids']):.6f}")
+    row = rows[0]["input_ids"]
+    print(f"loss of the first row: trained {loss_of(model, row, args.bf16):.6f}", end=", ")
+    print(f"loaded again {loss_of(again, row, args.bf16):.6f}")
 
 
 if __name__ == "__main__":
