@@ -1,7 +1,7 @@
 """A seeded fault: a function, and what changes in it.
 
-where     file:function     a method is Class.name; C++ too; without a function: the whole file
-change    Swap, Unwrap or Drop
+where     file:function     a method is Class.name; C++ too
+change    Swap or Unwrap
 tests     a selection below tests/, one of which has to fail
 """
 
@@ -36,22 +36,20 @@ class Unwrap(NamedTuple):
     number: int = 0
 
 
-class Drop(NamedTuple):
-    """A call of `name` that is a statement becomes `pass`."""
-
-    name: str
-    number: int = 0
-
-
 class Fault(NamedTuple):
     says: str
     where: str
-    change: Swap | Unwrap | Drop
+    change: Swap | Unwrap
     tests: str
 
     @property
     def file(self) -> str:
         return self.where.partition(":")[0]
+
+    @property
+    def family(self) -> str:
+        """The ops of a folder of core_kernels, a room of a frontend, or cpp_bindings."""
+        return "/".join(Path(self.file).parts[:-1][:2])
 
     @property
     def interpreter(self) -> bool:
@@ -82,21 +80,16 @@ class Fault(NamedTuple):
             return begin, end
 
         node = python_function(ast.parse(source), function)
-        change = self.change
+        change, (begin, end) = self.change, span(node)
         if isinstance(change, Swap):
-            begin, end = span(node) if function else (0, len(source))
             tokens = tokenize.generate_tokens(io.StringIO(source).readline)
             found = [(lines[t.start[0] - 1] + t.start[1], lines[t.end[0] - 1] + t.end[1])
                      for t in tokens if t.string == change.old]  # fmt: skip
             return [(b, e) for b, e in found if begin <= b < end][change.number], change.new
-        calls = sorted((n for n in ast.walk(node) if called(n) == change.name), key=lambda n: span(n))
-        if isinstance(change, Unwrap):
-            call = calls[change.number]
-            assert isinstance(call, ast.Call)
-            begin, end = span(call.args[0])
-            return span(call), source[begin:end]
-        statements = {id(n.value) for n in ast.walk(node) if isinstance(n, ast.Expr)}
-        return span([call for call in calls if id(call) in statements][change.number]), "pass"
+        call = sorted((n for n in ast.walk(node) if called(n) == change.name), key=span)[change.number]
+        assert isinstance(call, ast.Call)
+        begin, end = span(call.args[0])
+        return span(call), source[begin:end]
 
 
 def ends(node: ast.AST) -> tuple[Span, Span]:
@@ -119,7 +112,7 @@ def called(node: ast.AST) -> str | None:
 
 
 def python_function(node: ast.AST, name: str) -> ast.AST:
-    for part in name.split(".") if name else ():
+    for part in name.split("."):
         kinds = ast.FunctionDef, ast.ClassDef
         (node,) = (n for n in ast.walk(node) if isinstance(n, kinds) and n.name == part)
     return node

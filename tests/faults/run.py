@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..scratch import Scratch, environment, scratch_of
@@ -56,26 +57,30 @@ def apply(scratch: Scratch, fault: Fault) -> Run:
         path.write_text(source)
 
 
+def count_missed(scratch: Scratch, faults: Sequence[Fault]) -> int:
+    """Print a line per fault."""
+    missed, failing = 0, set()
+    for selection, interpreter in sorted({(f.tests, f.interpreter) for f in faults}):
+        ran = tests(scratch, selection, interpreter)
+        if ran.code != PASSED:
+            failing.add((selection, interpreter))
+            print(f"{selection}: fails without a fault:\n{ran.output}", flush=True)
+    # The extension keeps the last C++ fault: these come last.
+    for fault in sorted(faults, key=lambda fault: fault.compiled):
+        begin = time.monotonic()
+        result = "its tests fail without it"
+        if (fault.tests, fault.interpreter) not in failing:
+            result = apply(scratch, fault).result()
+        missed += not result.startswith("caught")
+        print(f"{time.monotonic() - begin:4.0f} s  {fault.where}: {fault.says}: {result}", flush=True)
+    print(f"{len(faults) - missed} of {len(faults)} caught")
+    return missed
+
+
 def main(picked: list[str]) -> int:
     faults = [f for f in FAULTS if not picked or any(part in f"{f.where} {f.says}" for part in picked)]
-    missed = 0
     with scratch_of() as scratch:
-        failing = set()
-        for selection, interpreter in sorted({(f.tests, f.interpreter) for f in faults}):
-            ran = tests(scratch, selection, interpreter)
-            if ran.code != PASSED:
-                failing.add((selection, interpreter))
-                print(f"{selection}: fails without a fault:\n{ran.output}", flush=True)
-        # The extension keeps the last C++ fault: these come last.
-        for fault in sorted(faults, key=lambda fault: fault.compiled):
-            begin = time.monotonic()
-            result = "its tests fail without it"
-            if (fault.tests, fault.interpreter) not in failing:
-                result = apply(scratch, fault).result()
-            missed += not result.startswith("caught")
-            print(f"{time.monotonic() - begin:4.0f} s  {fault.where}: {fault.says}: {result}", flush=True)
-    print(f"{len(faults) - missed} of {len(faults)} caught")
-    return missed > 0
+        return count_missed(scratch, faults) > 0
 
 
 if __name__ == "__main__":
