@@ -30,9 +30,11 @@ def test_route_bwd_in_two_terms(ops: Ops, name: str, shared: bool) -> None:
     assert np.all(np.abs(high + low - whole)[finite] <= np.abs(whole)[finite] * 2.0**-16 + 2.0**-133)
 
 
-def test_equal_scores_and_nan_are_in_order(ops: Ops) -> None:
-    """Rows 2, 6 and 7 are all NaN, all 1.5, and zeros of both signs."""
-    case = ROUTES["sigmoid_special"]
+@pytest.mark.parametrize("name", ["sigmoid_special", "bf16_special"])
+def test_equal_scores_and_nan_are_in_order(ops: Ops, name: str) -> None:
+    """Rows 2, 6 and 7 are all NaN, all 1.5, and zeros of both signs, which sigmoids hide; the second case chooses by
+    the logits."""
+    case = ROUTES[name]
     ids, weights, _ = ops["route"](case.logits, np.zeros(0, np.float32), **case.options)
     for row in (2, 6, 7):
         assert ids[row].tolist() == [0, 1, 2, 3]
