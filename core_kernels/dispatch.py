@@ -116,7 +116,8 @@ def arch_name(capability: tuple[int, int]) -> str:
         >>> arch_name((9, 0))
         'sm_90'
     """
-    return "sm_{}{}".format(*capability)
+    major, minor = capability
+    return f"sm_{major}{minor}"
 
 
 def facts(arch: str) -> Arch:

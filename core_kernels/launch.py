@@ -214,4 +214,5 @@ def require_ends(op: str, argument: str, ends: Sequence[int], rows: int, multipl
 
 def require_ends_of(op: KernelOp, ends: Sequence[int], tokens: tuple[int, int]) -> None:
     """`require_ends` for the values of an op's `group_ends`; tokens: of its Signature."""
-    require_ends(op.name, "group_ends", ends, *tokens, "pad the groups, see `row_map`")
+    rows, multiple = tokens
+    require_ends(op.name, "group_ends", ends, rows, multiple, "pad the groups, see `row_map`")

@@ -179,7 +179,7 @@ class Measured(NamedTuple):
 
 def report(
     ops: Any, to_numpy: Callable[[Any], Array], product: Callable[[Any, Any, Any], Any], recipe: Recipe,
-    numbers: tuple[float, ...], x: Any, dout: Any, prob: Any, ends: Any, weights: tuple[Any, Any, Any],
+    numbers: tuple[float, float, float], x: Any, dout: Any, prob: Any, ends: Any, weights: tuple[Any, Any, Any],
     biases: tuple[Any, Any],
 ) -> NumericsReport:  # fmt: skip
     """The report of a layer in a frontend, on P rows sorted by expert: forward, and backward as far as operands go.
@@ -190,7 +190,7 @@ def report(
         product: product(x, w, bias), the exact product of (q, sf) pairs with bias (G, N) or None, in bf16. No operand
             then contains the error of an earlier fold.
         recipe: of the layer.
-        numbers: of SwiGLU.
+        numbers: alpha, limit and offset of SwiGLU.
         x: (P, D) MXFP8, q and sf.
         dout: (P, D) bf16.
         prob: (P,) fp32 in SwiGLU, or (0,).
@@ -202,11 +202,13 @@ def report(
         The report.
     """
     (w1, w3, w2), rounding, host_ends = weights, int(recipe.rounding), to_numpy(ends)
+    alpha, limit, offset = numbers
     of: dict[str, Measured] = {}
 
     def fold(name: str, pair: Any, headroom: int, ends: Array = host_ends) -> Any:
         """Measure the operand folded to one scale per row."""
-        q, sf, qf, row_sf = map(to_numpy, (*pair, *ops.fold_rows(*pair, headroom)))
+        q, sf = pair
+        q, sf, qf, row_sf = map(to_numpy, (q, sf, *ops.fold_rows(q, sf, headroom)))
         q, sf, qf = (part.reshape(-1, part.shape[-1]) for part in (q, sf, qf))
         of[name] = measure(q, sf, qf, np.broadcast_to(row_sf.reshape(-1, 1), sf.shape), row_slices(ends))
         return pair
@@ -217,7 +219,8 @@ def report(
 
     def tokens(name: str, pair: Any) -> None:
         """Measure the operand folded to one scale per row and chunk of 256 tokens."""
-        q, sf, qf, span_sf = map(to_numpy, (*pair, *ops.fold_groups(*pair, ends)))
+        q, sf = pair
+        q, sf, qf, span_sf = map(to_numpy, (q, sf, *ops.fold_groups(q, sf, ends)))
         slots = slots_of_blocks(host_ends, sf.shape[1])
         target = np.where(slots < 0, np.uint8(E8M0_NAN), span_sf[np.maximum(slots, 0)].T)
         of[name] = measure(q, sf, qf, target, (slice(0, len(q)),))
@@ -225,29 +228,35 @@ def report(
     fold("x", x, 0)
     gate = product(x, weight("w1", ops.quantize_row(w1, rounding)), biases[0])
     up = product(x, weight("w3", ops.quantize_row(w3, rounding)), biases[1])
-    fold("h", ops.swiglu_row(gate, up, prob, rounding, False, *numbers), 0)
+    fold("h", ops.swiglu_row(gate, up, prob, rounding, False, alpha, limit, offset), 0)
     weight("w2", ops.quantize_row(w2, rounding))
 
     d = fold("dout", ops.quantize_row(dout, rounding), 0)
     dh = product(d, weight("w2_t", ops.quantize_col(w2, rounding)), None)
-    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, prob, *numbers)
+    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
     fold("dgate", ops.quantize_row(dgate, rounding), GRADIENT_HEADROOM)
     weight("w1_t", ops.quantize_col(w1, rounding))
     fold("dup", ops.quantize_row(dup, rounding), GRADIENT_HEADROOM)
     weight("w3_t", ops.quantize_col(w3, rounding))
 
     if recipe.wgrad_mx:
-        tokens("x_t", ops.quantize_col(ops.dequantize(*x), rounding))
+        x_q, x_sf = x
+        tokens("x_t", ops.quantize_col(ops.dequantize(x_q, x_sf), rounding))
         tokens("dgate_t", ops.quantize_col(dgate, rounding))
         tokens("dup_t", ops.quantize_col(dup, rounding))
-        tokens("h_t", ops.swiglu_col(gate, up, prob, rounding, False, *numbers))
-        tokens("dout_t", ops.quantize_col(ops.dequantize(*d), rounding))
+        tokens("h_t", ops.swiglu_col(gate, up, prob, rounding, False, alpha, limit, offset))
+        d_q, d_sf = d
+        tokens("dout_t", ops.quantize_col(ops.dequantize(d_q, d_sf), rounding))
 
     least = dict.fromkeys(of, np.inf)
     for pair in PRODUCTS:
         for name, other in (pair, pair[::-1]) if pair[0] in of else ():
             least[name] = min(least[name], of[name].product_db(of[other]))
-    return NumericsReport({n: OperandLoss(OPERANDS[n], *m.counts, m.sqnr_db(), least[n]) for n, m in of.items()})
+    losses = {}
+    for name, measured in of.items():
+        nonzero, rounded, flushed = measured.counts
+        losses[name] = OperandLoss(OPERANDS[name], nonzero, rounded, flushed, measured.sqnr_db(), least[name])
+    return NumericsReport(losses)
 
 
 def measure(q: Array, sf: Array, qf: Array, target: Array, groups: tuple[slice, ...]) -> Measured:

@@ -120,7 +120,8 @@ def _group_sums(x: Array, group: Array, groups: int) -> Array:
 
 def _product_vjp(dout: Rows, x: Rows, w: Array, ends: Array, precision: Precision) -> Pair:
     """dout (P, N) -> the gradients of x (P, K) and of w (G, N, K), in fp64."""
-    dx, dw_t = grouped_mm_vjp(dout, x, np.swapaxes(w, 1, 2), ends, *precision, out_dtype="float64")
+    form, wgrad_mx, rounding, sums = precision
+    dx, dw_t = grouped_mm_vjp(dout, x, np.swapaxes(w, 1, 2), ends, form, wgrad_mx, rounding, sums, "float64")
     return dx, np.swapaxes(dw_t, 1, 2)
 
 
@@ -131,7 +132,8 @@ def _forward(
     group = np.searchsorted(ends, np.arange(len(rows)), side="right")
     group = np.where((rows < 0) | (group == len(ends)), -1, group)
     gate, up = (_product(x, w, ends, precision, _of_rows(b, group)) for w, b in ((w1, after.b1), (w3, after.b3)))
-    return _Hidden(x, prob, group, gate, up, swiglu(gate, up, prob, *after.numbers))
+    alpha, limit, offset = after.numbers
+    return _Hidden(x, prob, group, gate, up, swiglu(gate, up, prob, alpha, limit, offset))
 
 
 def swiglu_ffn(
@@ -159,8 +161,10 @@ def swiglu_ffn_vjp(
     rows, inverse, ends = _padding(group_ends, len(x[0]) if mx else len(x))
     hidden, dout = _forward(x, w1, w3, prob, rows, ends, precision, after), _permuted(dout, rows)
     dh, dw2 = _product_vjp(dout, hidden.h, w2, ends, precision)
-    dgate, dup, dprob = swiglu_bwd(round_to(dh, "bfloat16"), hidden.gate, hidden.up, hidden.prob, *after.numbers)
-    values = (dequantize(*dout) if isinstance(dout, tuple) else dout).astype(np.float64)
+    dh, (alpha, limit, offset) = round_to(dh, "bfloat16"), after.numbers
+    dgate, dup, dprob = swiglu_bwd(dh, hidden.gate, hidden.up, hidden.prob, alpha, limit, offset)
+    values = dequantize(dout[0], dout[1]) if isinstance(dout, tuple) else dout
+    values = values.astype(np.float64)
     if len(prob) and after.b2 is not None:
         dot = np.where(hidden.group < 0, 0.0, (values * _of_rows(after.b2, hidden.group)).sum(-1))
         dprob = round_to(dprob.astype(np.float64) + dot, "float32")

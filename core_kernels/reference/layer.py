@@ -20,7 +20,7 @@ The router computes in fp64. The frontends compute it in fp32 and choose the sam
 about 24 bits.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -74,7 +74,10 @@ def moe_layer(x: Array, parameters: Parameters, choice: Choice) -> Array:
     """x (T, D) -> y (T, D), all in fp64."""
     x, (router, w1, w3, w2, shared) = x.astype(np.float64), _fp64(parameters)
     ids, weights = route(x @ router.T, choice)
-    y = swiglu_expert(x, *(w[0] for w in shared)) if shared else np.zeros_like(x)
+    y = np.zeros_like(x)
+    if shared:
+        shared_w1, shared_w3, shared_w2 = (w[0] for w in shared)
+        y = swiglu_expert(x, shared_w1, shared_w3, shared_w2)
     for e in range(len(router)):
         token, slot = np.nonzero(ids == e)
         y[token] += weights[token, slot, None] * swiglu_expert(x[token], w1[e], w3[e], w2[e])
@@ -91,15 +94,16 @@ def moe_layer_vjp(dy: Array, x: Array, parameters: Parameters, choice: Choice) -
     dw1, dw3, dw2 = np.zeros_like(w1), np.zeros_like(w3), np.zeros_like(w2)
     for e in range(len(router)):
         token, slot = np.nonzero(ids == e)
-        expert = (x[token], w1[e], w3[e], w2[e])
-        dweights[token, slot] = (dy[token] * swiglu_expert(*expert)).sum(-1)
-        dtoken, dw1[e], dw3[e], dw2[e] = swiglu_expert_vjp(weights[token, slot, None] * dy[token], *expert)
+        dweights[token, slot] = (dy[token] * swiglu_expert(x[token], w1[e], w3[e], w2[e])).sum(-1)
+        dout = weights[token, slot, None] * dy[token]
+        dtoken, dw1[e], dw3[e], dw2[e] = swiglu_expert_vjp(dout, x[token], w1[e], w3[e], w2[e])
         dx[token] += dtoken
     dlogits = route_vjp(dweights, np.zeros(len(router)), logits, choice)
     dx += dlogits @ router
     dshared: tuple[Array, ...] = ()
     if shared:
-        of_x, *of_weights = swiglu_expert_vjp(dy, x, *(w[0] for w in shared))
+        shared_w1, shared_w3, shared_w2 = (w[0] for w in shared)
+        of_x, *of_weights = swiglu_expert_vjp(dy, x, shared_w1, shared_w3, shared_w2)
         dx, dshared = dx + of_x, tuple(d[None] for d in of_weights)
     return dx, Parameters(dlogits.T @ x, dw1, dw3, dw2, dshared)
 
@@ -152,10 +156,27 @@ def _rows(x: Array, router: Array, options: Options) -> _Rows:
     return _Rows(_as_sent(rows, options), order, inverse.reshape(ids.shape), np.cumsum(counts), prob, probs)
 
 
-def _shared_expert(x: Array, parameters: Parameters, options: Options) -> tuple[Any, ...]:
-    """The arguments of `swiglu_ffn` for the shared expert, which takes every token."""
-    rows = _as_sent(round_to(x.astype(np.float64), "bfloat16"), options)
-    return rows, *parameters.shared, np.array([len(x)], np.int32), np.zeros(0, np.float32), options.precision
+class _Experts(NamedTuple):
+    """The arguments of `swiglu_ffn`."""
+
+    x: Rows
+    w1: Array
+    w3: Array
+    w2: Array
+    group_ends: Array
+    prob: Array
+    precision: Precision
+
+
+def _routed_experts(rows: _Rows, parameters: Parameters, options: Options) -> _Experts:
+    w1, w3, w2 = parameters.experts
+    return _Experts(rows.x, w1, w3, w2, rows.group_ends, rows.prob, options.precision)
+
+
+def _shared_expert(x: Array, parameters: Parameters, options: Options) -> _Experts:
+    """The shared expert, which takes every token."""
+    rows, (w1, w3, w2) = _as_sent(round_to(x.astype(np.float64), "bfloat16"), options), parameters.shared
+    return _Experts(rows, w1, w3, w2, np.array([len(x)], np.int32), np.zeros(0, np.float32), options.precision)
 
 
 def _plus(a: Array, b: Array) -> Array:
@@ -166,7 +187,7 @@ def _plus(a: Array, b: Array) -> Array:
 def quantized_layer(x: Array, parameters: Parameters, options: Options) -> Array:
     """x (T, D) float32 or bfloat16 -> y (T, D) in the dtype of x."""
     rows = _rows(x, parameters.router, options)
-    out = swiglu_ffn(rows.x, *parameters.experts, rows.group_ends, rows.prob, options.precision)
+    out = swiglu_ffn(*_routed_experts(rows, parameters, options))
     y = combine(out, rows.slots, rows.probs, x.dtype.name)
     if parameters.shared:
         y = _plus(y, swiglu_ffn(*_shared_expert(x, parameters, options)))
@@ -176,9 +197,9 @@ def quantized_layer(x: Array, parameters: Parameters, options: Options) -> Array
 def quantized_layer_vjp(dy: Array, x: Array, parameters: Parameters, options: Options) -> tuple[Array, Parameters]:
     """dy (T, D) in the dtype of x -> dx, and the gradients of the parameters in their dtypes."""
     rows = _rows(x, parameters.router, options)
-    expert = rows.x, *parameters.experts, rows.group_ends, rows.prob, options.precision
-    dout, dprobs = combine_bwd(dy, swiglu_ffn(*expert), rows.slots, rows.order, rows.probs)
-    grads = swiglu_ffn_vjp(_as_sent(dout, options), *expert)
+    experts = _routed_experts(rows, parameters, options)
+    dout, dprobs = combine_bwd(dy, swiglu_ffn(*experts), rows.slots, rows.order, rows.probs)
+    grads = swiglu_ffn_vjp(_as_sent(dout, options), *experts)
     dweights = dprobs if options.prob_in == "combine" else grads.dprob[rows.slots]
     dx = combine(round_to(grads.dx.astype(np.float64), "bfloat16"), rows.slots, np.zeros(0, np.float32))
 
@@ -190,5 +211,5 @@ def quantized_layer_vjp(dy: Array, x: Array, parameters: Parameters, options: Op
     if parameters.shared:
         dout = round_to(dy.astype(np.float64), "bfloat16")
         of_shared = swiglu_ffn_vjp(dout, *_shared_expert(x, parameters, options))
-        dx, dshared = _plus(dx, of_shared.dx), of_shared[1:4]
-    return dx, Parameters(drouter, *grads[1:4], dshared)
+        dx, dshared = _plus(dx, of_shared.dx), (of_shared.dw1, of_shared.dw3, of_shared.dw2)
+    return dx, Parameters(drouter, grads.dw1, grads.dw3, grads.dw2, dshared)

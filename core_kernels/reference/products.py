@@ -54,7 +54,7 @@ _PRODUCTS = {
 
 
 def _values(x: Array | Pair) -> Array:
-    return dequantize(*x) if isinstance(x, tuple) else x
+    return dequantize(x[0], x[1]) if isinstance(x, tuple) else x
 
 
 def _as_bf16(x: Array | Pair) -> Array:
@@ -64,8 +64,8 @@ def _as_bf16(x: Array | Pair) -> Array:
 def _rows(x: Array | Pair, form: str, rounding: Rounding | str, headroom: int = 0) -> Pair:
     if form == "row":
         return quantize_rowwise(_values(x), rounding)
-    pair = x if isinstance(x, tuple) else quantize_row(x, rounding)
-    return fold_rows(*pair, headroom) if form == "fold" else pair
+    q, sf = x if isinstance(x, tuple) else quantize_row(x, rounding)
+    return fold_rows(q, sf, headroom) if form == "fold" else (q, sf)
 
 
 def _product(
@@ -77,10 +77,13 @@ def _product(
         return grouped_mm_bf16(_as_bf16(x), _as_bf16(w), group_ends, dtype)
     if form.startswith("block"):
         powers = form == "block_power_of_two"
-        rows, weights = quantize_blockwise(_values(x), powers), quantize_squares(w, powers)
-        return products.blockwise(*rows, *weights, group_ends, dtype)
+        q, sf = quantize_blockwise(_values(x), powers)
+        w_q, w_sf = quantize_squares(w, powers)
+        return products.blockwise(q, sf, w_q, w_sf, group_ends, dtype)
     multiply = grouped_mm_mx if form == "mx" else products.fold
-    return multiply(*_rows(x, form, rounding), *_rows(w, form, rounding, WEIGHT_HEADROOM), group_ends, dtype)
+    q, sf = _rows(x, form, rounding)
+    w_q, w_sf = _rows(w, form, rounding, WEIGHT_HEADROOM)
+    return multiply(q, sf, w_q, w_sf, group_ends, dtype)
 
 
 def grouped_mm(
@@ -112,9 +115,11 @@ def grouped_mm_vjp(
     if not wgrad_mx:
         db = grouped_wgrad_bf16(_as_bf16(dout), _as_bf16(a), group_ends, out_dtype)
         return da, np.swapaxes(db, 1, 2)
-    dout_t, a_t = (quantize_col(_values(x), rounding) for x in (dout, a))
+    dout_q, dout_sf = quantize_col(_values(dout), rounding)
+    a_q, a_sf = quantize_col(_values(a), rounding)
     multiply = grouped_wgrad_mx
     if form == "fold":
-        dout_t, a_t = (fold_groups(*pair, group_ends) for pair in (dout_t, a_t))
+        dout_q, dout_sf = fold_groups(dout_q, dout_sf, group_ends)
+        a_q, a_sf = fold_groups(a_q, a_sf, group_ends)
         multiply = _PRODUCTS[sums].fold_wgrad
-    return da, np.swapaxes(multiply(*dout_t, *a_t, group_ends, out_dtype), 1, 2)
+    return da, np.swapaxes(multiply(dout_q, dout_sf, a_q, a_sf, group_ends, out_dtype), 1, 2)

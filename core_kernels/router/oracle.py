@@ -87,9 +87,10 @@ def _chosen(value: Array, bias: Array, top_k: int, groups: tuple[int, int, str],
     if force_balance:
         first = np.arange(tokens)[:, None] * top_k
         choice = -((np.arange(experts) - first) % experts).astype(F32)
-    if groups[0] == 1:
+    num_groups, top_k_groups, group_score = groups
+    if num_groups == 1:
         return _top(choice, top_k).astype(np.int32)
-    kept = _kept(choice, *groups)
+    kept = _kept(choice, num_groups, top_k_groups, group_score)
     inside = np.nonzero(kept)[1].reshape(tokens, -1)  # the ids of the kept experts, ascending
     best = _top(np.take_along_axis(choice, inside, -1), top_k)
     return np.take_along_axis(inside, best, -1).astype(np.int32)

@@ -168,9 +168,8 @@ def swiglu_bwd_both(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False
 
 def swiglu_bwd_all(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q, sf, q_t, sf_t of dgate, the same of dup, q_t, sf_t of h, dprob."""
-    numbers = rounding, satfinite, alpha, limit, offset
-    *gradients, dprob = swiglu_bwd_both(dh, gate, up, prob, *numbers)
-    return *gradients, *swiglu_col(gate, up, prob, *numbers), dprob
+    *gradients, dprob = swiglu_bwd_both(dh, gate, up, prob, rounding, satfinite, alpha, limit, offset)
+    return *gradients, *swiglu_col(gate, up, prob, rounding, satfinite, alpha, limit, offset), dprob
 
 
 def swiglu_bwd_fold(

@@ -363,4 +363,7 @@ class AllToAll:
 
 def sorted_probs(op: str, probs: jax.Array, route: Route) -> jax.Array:
     """(M, 1), a weight per row, or per slot of TokenReplicas -> (M, 1) in the order of the rows."""
-    return probs if route.maps.tokens is None else gather(op, probs, *route.maps.tokens)
+    if route.maps.tokens is None:
+        return probs
+    order, slots = route.maps.tokens
+    return gather(op, probs, order, slots)

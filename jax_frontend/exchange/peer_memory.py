@@ -71,7 +71,8 @@ class Peers(Reader):
 
     def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
         """Without a source: no product reads rows of other ranks."""
-        return MXArray.from_bytes(*self.permute_mx(mx.packed(), row_map), mx.dtype)
+        q, sf = self.permute_mx(mx.packed(), row_map)
+        return MXArray.from_bytes(q, sf, mx.dtype)
 
     def read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
         if device.arch() != "cpu":

@@ -202,7 +202,8 @@ def a2a_dispatch(input: Float[jax.Array, "M D"] | TokenReplicas, exchange: Excha
     """
     op = "a2a_dispatch"
     check_type(op, "exchange", exchange, Exchange)
-    return exchange_rows(op, *replicas_to_send(op, input, exchange))
+    rows, plan = replicas_to_send(op, input, exchange)
+    return exchange_rows(op, rows, plan)
 
 
 def permute(

@@ -53,7 +53,8 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
     """
     op = "a2a_dispatch_mxfp8_fwd_hp_bwd"
     check_type(op, "exchange", exchange, Exchange)
-    return exchange_rows(op, *replicas_to_send(op, input, exchange), fwd=rounding_of(op, "rounding", rounding))
+    rows, plan = replicas_to_send(op, input, exchange)
+    return exchange_rows(op, rows, plan, fwd=rounding_of(op, "rounding", rounding))
 
 
 def a2a_combine_hp_fwd_mxfp8_bwd(

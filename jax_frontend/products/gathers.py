@@ -52,7 +52,8 @@ class Reader:
     def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
         """With its source, which a folded product reads in place of the result."""
         packed = mx.packed()
-        return MXArray.from_bytes(*self.permute_mx(packed, row_map), mx.dtype).gathered_from(packed, row_map)
+        q, sf = self.permute_mx(packed, row_map)
+        return MXArray.from_bytes(q, sf, mx.dtype).gathered_from(packed, row_map)
 
 
 HERE = Reader()

@@ -108,11 +108,11 @@ class _ExchangeReplicas(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
+        output_splits, input_splits, group_name = ctx.back
         if ctx.mx_bwd:
-            output_splits, input_splits, group_name = ctx.back
             rows = dequantized(packed_rows(grads[0], output_splits, input_splits, group_name, ctx.rounding))
         else:
-            rows = all_to_all(dequantized(grads[0]).contiguous(), *ctx.back)
+            rows = all_to_all(dequantized(grads[0]).contiguous(), output_splits, input_splits, group_name)
         dx = sum_slots(rows, inverse.view(-1, ctx.top_k), grads[0].dtype)
         return dx, None, None, None, None, None, None, None, None
 
@@ -163,13 +163,15 @@ def exchange_tokens(
     rows: Tensor | TokenReplicas, output_splits: Splits, input_splits: Splits, recipe: Recipe, group_name: str
 ) -> Tensor:
     """Rows, or the copies of `TokenReplicas`, in the precision of the recipe's all-to-alls; differentiable."""
-    splits, rounding = (list(output_splits), list(input_splits)), int(recipe.rounding)
+    received, sent, rounding = list(output_splits), list(input_splits), int(recipe.rounding)
     mx, mx_grad = recipe.sends_mx("dispatch"), recipe.sends_mx("dispatch_grad")
-    if isinstance(rows, TokenReplicas) and mx:
-        return exchange_replicas(*rows, *splits, group_name, rounding, mx_grad)
-    rows = spread(*rows) if isinstance(rows, TokenReplicas) else rows
+    if isinstance(rows, TokenReplicas):
+        x, order, inverse, top_k = rows
+        if mx:
+            return exchange_replicas(x, order, inverse, top_k, received, sent, group_name, rounding, mx_grad)
+        rows = spread(x, order, inverse, top_k)
     rows = sent_rows(rows, False, 0) if mx_grad else rows  # an MXFP8 gradient is dequantized
-    return exchange_rows(rows, *splits, group_name, mx, mx_grad, rounding)
+    return exchange_rows(rows, received, sent, group_name, mx, mx_grad, rounding)
 
 
 def a2a_dispatch(

@@ -111,15 +111,16 @@ def agree_on_counts(request: Request, deduplicate: Deduplicate = None) -> Agreem
             compare_calls("dispatch", experts | shared, ranks.group_name, error)
         elif error is not None:
             raise error
-    copies = 0 if deduplicate is None else ranks.degree
+    copies, layout = 0 if deduplicate is None else ranks.degree, None
     if error is not None:
-        exchanged = _exchange_counts(_error_sentinel(ranks, copies), ranks, copies)
-        return Agreement(rows, num_rows, shared, *exchanged, error, None)
-    sent, layout = _message(counts, num_rows, shared), None
-    if copies and isinstance(rows, TokenReplicas):
-        layout = lay_out(rows, counts, ranks.degree)
-        sent = torch.cat([sent, layout.counts])
-    return Agreement(rows, num_rows, shared, *_exchange_counts(sent, ranks, copies), error, layout)
+        sent = _error_sentinel(ranks, copies)
+    else:
+        sent = _message(counts, num_rows, shared)
+        if copies and isinstance(rows, TokenReplicas):
+            layout = lay_out(rows, counts, ranks.degree)
+            sent = torch.cat([sent, layout.counts])
+    of_all, received, copies_received = _exchange_counts(sent, ranks, copies)
+    return Agreement(rows, num_rows, shared, sent, of_all, received, copies_received, error, layout)
 
 
 def shared_arguments(request: Request, deduplicate: Deduplicate = None) -> dict[str, Any]:
@@ -198,10 +199,10 @@ def _error_sentinel(ranks: Ranks, copies: int) -> Tensor:
     return torch.full((ranks.num_experts + 1 + copies,), -1, dtype=torch.int32, device=ranks.device_type)
 
 
-def _exchange_counts(message: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`sent`, `of_all`, `received` and `copies` of an `Agreement`. copies: how many numbers of copies are sent."""
+def _exchange_counts(message: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`of_all`, `received` and `copies` of an `Agreement`. copies: how many numbers of copies are sent."""
     experts = message.shape[0] - 1 - copies
-    return message, *_exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
+    return _exchange_messages(message, ranks.group_name, ranks.degree, experts // ranks.degree)
 
 
 @torch.compiler.allow_in_graph  # Dynamo cannot look up a group

@@ -147,36 +147,56 @@ def probs_of_copies(probs: Tensor, copies: Copies) -> Tensor:
     return gather(probs, copies.replica_slots, copies.replica_order).view(copies.group_slots.shape)
 
 
+class DedupSplits(NamedTuple):
+    """Rows of each rank: of copies sent to the experts, and of replicas sent back."""
+
+    copies_received: list[int]
+    copies_sent: list[int]
+    replicas_received: list[int]
+    replicas_sent: list[int]
+
+
 class DedupPlan(NamedTuple):
     """Between tokens and groups, with copies on the way there and replicas on the way back.
 
     token (U,): of each copy. copy (P,): of each row of the groups. inverse (M,): the row of each replica. slots
-    (T, top_k): the replicas of each token. there, back: splits of copies and of replicas, received and sent.
+    (T, top_k): the replicas of each token.
     """
 
     token: Tensor
     copy: Tensor
     inverse: Tensor
     slots: Tensor
-    there: tuple[list[int], list[int]]
-    back: tuple[list[int], list[int]]
+    splits: DedupSplits
     group_name: str
+
+    def save(self, ctx: Any) -> None:
+        ctx.save_for_backward(self.token, self.copy, self.inverse, self.slots)
+        ctx.splits, ctx.group_name = self.splits, self.group_name
+
+    @classmethod
+    def saved_by(cls, ctx: Any) -> "DedupPlan":
+        token, copy, inverse, slots = ctx.saved_tensors
+        return cls(token, copy, inverse, slots, ctx.splits, ctx.group_name)
 
 
 def _dispatch(x: Tensor, dedup: DedupPlan, mx: bool, rounding: int) -> Tensor:
-    x = x.contiguous()
+    x, received, sent = x.contiguous(), dedup.splits.copies_received, dedup.splits.copies_sent
     if not mx:
-        rows = all_to_all(ops.permute_rows(x, dedup.token), *dedup.there, dedup.group_name)
+        rows = all_to_all(ops.permute_rows(x, dedup.token), received, sent, dedup.group_name)
         return ops.permute_rows(rows, dedup.copy)
     rows = ops.permute_rows(ops.quantize_row_packed(x, rounding), dedup.token)
-    q, sf = ops.permute_mx(all_to_all(rows, *dedup.there, dedup.group_name), dedup.copy)
+    q, sf = ops.permute_mx(all_to_all(rows, received, sent, dedup.group_name), dedup.copy)
     return MXTensor(q, sf, x.dtype)
 
 
 def _combine(groups: Tensor, dedup: DedupPlan, mx: bool, rounding: int, dtype: torch.dtype) -> Tensor:
     rows = ops.permute_rows(dequantized(groups).contiguous(), dedup.inverse)
-    back = *dedup.back, dedup.group_name
-    rows = packed_rows(rows, *back, rounding) if mx else all_to_all(rows, *back)
+    received, sent = dedup.splits.replicas_received, dedup.splits.replicas_sent
+    if mx:
+        rows = packed_rows(rows, received, sent, dedup.group_name, rounding)
+    else:
+        rows = all_to_all(rows, received, sent, dedup.group_name)
     return sum_slots(dequantized(rows), dedup.slots, dtype)
 
 
@@ -185,13 +205,13 @@ class _SendOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dedup: DedupPlan, mx: bool, mx_grad: bool, rounding: int) -> Tensor:
-        ctx.save_for_backward(*dedup[:4])
-        ctx.rest, ctx.mx_grad, ctx.rounding = dedup[4:], mx_grad, rounding
+        dedup.save(ctx)
+        ctx.mx_grad, ctx.rounding = mx_grad, rounding
         return _dispatch(x, dedup, mx, rounding)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dedup = DedupPlan(*ctx.saved_tensors, *ctx.rest)
+        dedup = DedupPlan.saved_by(ctx)
         return _combine(grads[0], dedup, ctx.mx_grad, ctx.rounding, grads[0].dtype), None, None, None, None
 
 
@@ -202,14 +222,14 @@ class _ReturnEach(torch.autograd.Function):
     def forward(
         ctx: Any, groups: Tensor, dedup: DedupPlan, mx: bool, mx_grad: bool, rounding: int, out_dtype: torch.dtype
     ) -> Tensor:
-        ctx.save_for_backward(*dedup[:4])
-        ctx.rest, ctx.mx_grad, ctx.rounding, ctx.dtype = dedup[4:], mx_grad, rounding, groups.dtype
+        dedup.save(ctx)
+        ctx.mx_grad, ctx.rounding, ctx.dtype = mx_grad, rounding, groups.dtype
         return _combine(groups, dedup, mx, rounding, out_dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dy = dequantized(grads[0]).to(ctx.dtype)
-        dedup = DedupPlan(*ctx.saved_tensors, *ctx.rest)
+        dedup = DedupPlan.saved_by(ctx)
         return _dispatch(dy, dedup, ctx.mx_grad, ctx.rounding), None, None, None, None, None
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from ...core_kernels.policy.recipe import Recipe
 from ..products.groups import RowMap
 from ..products.weights import format_of
-from .replicas import Copies, DedupPlan
+from .replicas import Copies, DedupPlan, DedupSplits
 
 
 class Route(NamedTuple):
@@ -60,8 +60,8 @@ class Route(NamedTuple):
         assert copies is not None
         assert self.slots is not None
         copy, slots = copies.group_order // self.top_k, self.slots.view(-1, self.top_k)
-        splits = (copies.output_splits, copies.input_splits), (self.input_splits, self.output_splits)
-        return DedupPlan(copies.order // copies.width, copy, self.row_map.inverse, slots, *splits, self.group_name)
+        splits = DedupSplits(copies.output_splits, copies.input_splits, self.input_splits, self.output_splits)
+        return DedupPlan(copies.order // copies.width, copy, self.row_map.inverse, slots, splits, self.group_name)
 
 
 def folds(recipe: Recipe, rows: Tensor) -> bool:

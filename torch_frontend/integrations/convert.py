@@ -71,8 +71,9 @@ class ConversionReport(NamedTuple):
     def __str__(self) -> str:
         width = max(len(row.name) for row in self.converted)
         lines = [f"{len(self.converted)} modules run recipe {self.recipe.name!r}"]
-        for name, library, *sizes, gate in self.converted:
-            lines.append("  {:{}}  {:12}  E {:4}  D {:6}  F {:6}  gate: {}".format(name, width, library, *sizes, gate))
+        for row in self.converted:
+            sizes = f"E {row.num_experts:4}  D {row.dim:6}  F {row.hidden_dim:6}"
+            lines.append(f"  {row.name:{width}}  {row.library:12}  {sizes}  gate: {row.gate}")
         return "\n".join([*lines, *(f"  {name}  runs as before" for name in self.others)])
 
 
@@ -127,7 +128,7 @@ def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Fil
     if not chosen:
         names = ", ".join(repr(name) for name in [*known][:NAMED]) + ", ..." * (len(known) > NAMED)
         fail(ValueError, OP, "filter_fn", "False for all", f"allowed: True for one of {names}")
-    rows = tuple(_checked(name, *found) for name, found in chosen.items())
+    rows = tuple(_checked(name, module, adapter) for name, (module, adapter) in chosen.items())
     for module, adapter in chosen.values():
         if adapter.forward is None:
             module.recipe = recipe  # type: ignore[assignment]

@@ -284,8 +284,7 @@ def packed_ffn(
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in named_weights.values())
     options = ProductOptions.of(recipe, x.device, False, need_wgrad)
     remedy = "pad the groups" if options.whole_blocks else None
-    of_ends = "group_ends", group_ends, x, experts, "hidden_states", "down_proj"
-    group_ends = check_group_ends(op, *of_ends, remedy)
+    group_ends = check_group_ends(op, "group_ends", group_ends, x, experts, "hidden_states", "down_proj", remedy)
     save_bytes = all(map(outlives_forward, named_weights.values()))
     separate = not transposed and not interleaved and gate_up_bias is None
     call = PackedCall(options, activation.attributes, save_bytes, transposed, interleaved, separate)

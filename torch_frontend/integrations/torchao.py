@@ -207,8 +207,10 @@ def a2a_dispatch_mxfp8_fwd_hp_bwd(
         >>> a2a_dispatch_mxfp8_fwd_hp_bwd(torch.ones(3, 32), [3], [3]).dequantize().sum().item()
         96.0
     """
-    op, options = "a2a_dispatch_mxfp8_fwd_hp_bwd", (scaling_mode, block_size)
-    name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
+    name, rounding = checked_all_to_all(
+        "a2a_dispatch_mxfp8_fwd_hp_bwd", input, output_splits, input_splits, "group_name", group_name,
+        scaling_mode, block_size,
+    )  # fmt: skip
     return cast(MXTensor, exchange_rows(input, list(output_splits), list(input_splits), name, True, False, rounding))
 
 
@@ -245,8 +247,10 @@ def a2a_combine_hp_fwd_mxfp8_bwd(
         >>> a2a_combine_hp_fwd_mxfp8_bwd(torch.ones(3, 32), [3], [3]).shape
         torch.Size([3, 32])
     """
-    op, options = "a2a_combine_hp_fwd_mxfp8_bwd", (scaling_mode, block_size, mxfp8_bwd)
-    name, rounding = checked_all_to_all(op, input, output_splits, input_splits, "group_name", group_name, *options)
+    name, rounding = checked_all_to_all(
+        "a2a_combine_hp_fwd_mxfp8_bwd", input, output_splits, input_splits, "group_name", group_name,
+        scaling_mode, block_size, mxfp8_bwd,
+    )  # fmt: skip
     return exchange_rows(input, list(output_splits), list(input_splits), name, False, mxfp8_bwd, rounding)
 
 

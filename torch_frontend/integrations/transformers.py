@@ -36,7 +36,8 @@ def check_version(op: str) -> None:
     """Raise NotImplementedError unless transformers is a release in `TESTED`."""
     (first, last), version = TESTED, transformers.__version__
     if not first <= tuple(int(part) for part in version.split(".")[:2]) <= last:
-        allowed = "allowed: {}.{} to {}.{}; pip install 'mxep[transformers]'".format(*first, *last)
+        oldest, newest = (".".join(map(str, release)) for release in TESTED)
+        allowed = f"allowed: {oldest} to {newest}; pip install 'mxep[transformers]'"
         fail(NotImplementedError, op, "transformers", version, allowed)
 
 
@@ -115,8 +116,8 @@ def packed_weights(module: Any) -> PackedExperts:
     first_bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
     down_bias = module.down_proj_bias if module.has_bias else None
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
-    layout = module.is_transposed, not module.is_concatenated
-    return PackedExperts(first, module.down_proj, first_bias, down_bias, _gate_of(module), *layout, norm)
+    gate, interleaved = _gate_of(module), not module.is_concatenated
+    return PackedExperts(first, module.down_proj, first_bias, down_bias, gate, module.is_transposed, interleaved, norm)
 
 
 def _gate_of(module: Any) -> Any:

@@ -62,7 +62,7 @@ def _add_two(
     sums = torch.empty((2, *out.shape), dtype=torch.float32)
     for operands, total in ((first, sums[0]), (second, sums[1])):
         product(*operands, group_ends, total)
-    torch.add(*sums, out=out)
+    torch.add(sums[0], sums[1], out=out)
 
 
 def grouped_mm_bf16_kn_sum(

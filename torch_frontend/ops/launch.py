@@ -277,12 +277,11 @@ def _triton(op: KernelOp, launch: Launch, index: int) -> Runner:
     def runner(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         nonlocal compiled, constexprs
         if compiled is None:
-            args = (*plain(inputs), *scalars, *outputs)
+            args = [*plain(inputs), *scalars, *outputs]
             constexprs = [options[name] for name in kernel.arg_names[len(args) :]]
             compiled = kernel[grid](*args, **options)[grid]
         else:
-            pointers = [t.data_ptr() for t in (*inputs, *outputs)]
-            n = len(inputs)
-            compiled(*pointers[:n], *scalars, *pointers[n:], *constexprs, stream=raw_stream(index))
+            read, written = [t.data_ptr() for t in inputs], [t.data_ptr() for t in outputs]
+            compiled(*read, *scalars, *written, *constexprs, stream=raw_stream(index))
 
     return runner

@@ -364,7 +364,8 @@ _dequantize = differentiable("MXTensor.dequantize", _Dequantize)
 
 
 def _values(mx: MXTensor, dtype: torch.dtype) -> Tensor:
-    return ops.dequantize(*mx.contiguous_parts(), str(dtype).removeprefix("torch."))
+    q, sf = mx.contiguous_parts()
+    return ops.dequantize(q, sf, str(dtype).removeprefix("torch."))
 
 
 def dequantized(x: Tensor) -> Tensor:

@@ -46,6 +46,15 @@ class Layout(NamedTuple):
     capacity: int
 
 
+class _Maps(NamedTuple):
+    """Arguments of each kernel that reads or writes rows of peers. inverse (T top_k,): the row of each replica; the
+    positions, which nothing reads, where rows are no replicas. addresses (ranks,) int64: of each rank's memory."""
+
+    inverse: Tensor
+    positions: Tensor
+    addresses: Tensor
+
+
 class PeerExchange:
     """One call: a `RowExchange`. inverse, top_k: of TokenReplicas, or None and 1."""
 
@@ -58,7 +67,8 @@ class PeerExchange:
     @contextmanager
     def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Pass"]:
         with self.memory.uninterrupted():
-            yield _Pass(self, *self.push(x, there, weights), home, home.parts)
+            operand, prob = self.push(x, there, weights)
+            yield _Pass(self, operand, prob, home, home.parts)
 
     @contextmanager
     def backward(
@@ -67,9 +77,9 @@ class PeerExchange:
         assert weighted is None
         with self.memory.uninterrupted():
             self.memory.barrier()
-            operand = self.push(dy.to(BF16), there, None)
+            operand, _ = self.push(dy.to(BF16), there, None)
             del dy
-            exchange_pass = _Pass(self, *operand, home, [*home.parts, PROB])
+            exchange_pass = _Pass(self, operand, None, home, [*home.parts, PROB])
             exchange_pass.depart()
             yield exchange_pass
 
@@ -94,13 +104,16 @@ class PeerExchange:
         prob = own_prob = x.new_empty(0, dtype=torch.float32)
         if weights is not None:
             prob, own_prob = weights.contiguous(), buffer[-1]
-        flags = self.inverse is not None, weights is not None
-        blocks = plan.push(values.shape[1], per_row, scales.element_size(), self.top_k, *flags)
-        args = values, scales, prob, *self._maps(), x.shape[0], starts[0], scales_at, weights_at
-        memory.launch("push", min(x.shape[0], memory.width), *args, **blocks)
-        blocks = plan.clear(values.shape[1], per_row, at.group_ends.shape[0], weights is not None)
-        args = at.group_ends, at.filled_ends, own_values, own_scales, own_prob
-        memory.launch("clear", at.capacity // plan.BLOCK, *args, **blocks)
+        replicas, weighted, maps = self.inverse is not None, weights is not None, self._maps()
+        memory.launch(
+            "push", min(x.shape[0], memory.width), values, scales, prob, maps.inverse, maps.positions,
+            maps.addresses, x.shape[0], starts[0], scales_at, weights_at,
+            **plan.push(values.shape[1], per_row, scales.element_size(), self.top_k, replicas, weighted),
+        )  # fmt: skip
+        memory.launch(
+            "clear", at.capacity // plan.BLOCK, at.group_ends, at.filled_ends, own_values, own_scales, own_prob,
+            **plan.clear(values.shape[1], per_row, at.group_ends.shape[0], weighted),
+        )  # fmt: skip
         operand = MXTensor(buffer[0], buffer[1], x.dtype) if rows.rounding is not None else buffer[0]
         return operand, buffer[-1].squeeze(1) if weights is not None else None
 
@@ -111,17 +124,23 @@ class PeerExchange:
         y = torch.empty((tokens, rows.width), dtype=out, device=device)
         starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
         hw_cast = device.type == "cuda" and facts(arch_of(device)).hw_cast
-        flags = self.inverse is not None, mx, rows.dtype == torch.float32, hw_cast
-        args = *self._maps(), tokens, starts[0], starts[1] if mx else 0, y
-        memory.launch("pull", min(tokens, memory.width), *args, **plan.pull(rows.width, self.top_k, *flags))
+        replicas, wide, maps = self.inverse is not None, rows.dtype == torch.float32, self._maps()
+        memory.launch(
+            "pull", min(tokens, memory.width), maps.inverse, maps.positions, maps.addresses, tokens, starts[0],
+            starts[1] if mx else 0, y,
+            **plan.pull(rows.width, self.top_k, replicas, mx, wide, hw_cast),
+        )  # fmt: skip
         return y
 
     def pull_weights(self, parts: Sequence[Part]) -> Tensor:
         """(T, top_k) fp32, the last part of each replica's row."""
         out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.positions.device)
         start = self.memory.starts("tokens", self.layout.capacity, parts)[-1]
-        args = *self._maps(), out.numel(), start, out
-        self.memory.launch("pull_weights", -(-out.numel() // 256), *args, BLOCK_M=256)
+        maps, slots = self._maps(), out.numel()
+        self.memory.launch(
+            "pull_weights", -(-slots // 256), maps.inverse, maps.positions, maps.addresses, slots, start, out,
+            BLOCK_M=256,
+        )  # fmt: skip
         return out
 
     @property
@@ -129,10 +148,10 @@ class PeerExchange:
         maps = self.layout.positions if self.inverse is None else self.inverse
         return maps.shape[0] // self.top_k
 
-    def _maps(self) -> tuple[Tensor, Tensor, Tensor]:
+    def _maps(self) -> _Maps:
         buffer, positions = self.memory.buffer, self.layout.positions
         assert buffer is not None
-        return positions if self.inverse is None else self.inverse, positions, buffer.addresses
+        return _Maps(positions if self.inverse is None else self.inverse, positions, buffer.addresses)
 
     def clone_if_in_buffer(self, value: Any) -> Any:
         """What the backward reads, with memory of its own."""
@@ -198,21 +217,19 @@ def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alig
     assert buffer is not None
     counts = counts.to(torch.int32).contiguous()
     memory.launch(
-        "share_counts",
-        memory.ranks,
-        counts,
-        buffer.addresses,
-        memory.rank,
-        buffer.starts[0],
+        "share_counts", memory.ranks, counts, buffer.addresses, memory.rank, buffer.starts[0],
         **plan.share_counts(experts),
-    )
+    )  # fmt: skip
     memory.barrier()
     groups = experts // memory.ranks
     ends, filled, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (groups, groups, experts))
     positions = torch.empty(rows, dtype=torch.int64, device=device)
     blocks = plan.lay_out(experts, memory.ranks, alignment)
-    args = memory.counts(experts), memory.rank, rows, capacity, positions, ends, filled, totals, memory.worst
-    memory.launch("lay_out", experts, *args, **blocks)
+    memory.launch(
+        "lay_out", experts, memory.counts(experts), memory.rank, rows, capacity, positions, ends, filled, totals,
+        memory.worst,
+        **blocks,
+    )  # fmt: skip
     return Layout(positions, ends, filled, totals, capacity)
 
 

@@ -62,7 +62,7 @@ class PlannedExchange:
             if weighted is None:
                 leaving, dprobs = self._leaving(dy.to(BF16), there, None), None
             else:
-                leaving, dprobs = self._weighted(dy, *weighted, there)
+                leaving, dprobs = self._weighted(dy, weighted, there)
             del dy, weighted
             exchange_pass = _Pass(self, transfers, there, home, parts, lambda: leaving, dprobs)
             exchange_pass.depart()
@@ -96,16 +96,18 @@ class PlannedExchange:
             call_out(buffer[-1:], OPS["permute_rows"], weights.contiguous().view(-1, 1), self.order)
         return buffer
 
-    def _weighted(self, dy: Tensor, home: Tensor, probs: Tensor, rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The parts of the gradient's rows, and the gradient of the weights of the sum."""
-        assert self.order is not None
-        assert self.slots is not None
-        buffer = self._send_buffer(self.order.shape[0], rows.parts)
-        operands = dy, home, self.slots, self.order, probs
+    def _weighted(self, dy: Tensor, weighted: tuple[Tensor, Tensor], rows: Rows) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The parts of the gradient's rows, and the gradient of the weights of the sum. weighted: the rows that were
+        summed, and their weights."""
+        (home, probs), slots, order = weighted, self.slots, self.order
+        assert order is not None
+        assert slots is not None
+        buffer = self._send_buffer(order.shape[0], rows.parts)
         if rows.rounding is None:
-            *parts, dprobs = call_out(buffer, OPS["combine_bwd"], *operands)
+            *parts, dprobs = call_out(buffer, OPS["combine_bwd"], dy, home, slots, order, probs)
         else:
-            *parts, dprobs = call_out(buffer, OPS["combine_bwd_row"], *operands, rounding=rows.rounding)
+            op = OPS["combine_bwd_row"]
+            *parts, dprobs = call_out(buffer, op, dy, home, slots, order, probs, rounding=rows.rounding)
         return tuple(parts), dprobs
 
     def _send_buffer(self, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
@@ -197,7 +199,10 @@ class _Pass:
         """The rows sent back, dequantized, and the parts sent with them."""
         parts, rows = self._arrived(), self.of_home
         others = parts[len(rows.parts) :]
-        return parts[0] if rows.rounding is None else ops.dequantize(*parts[:2], dtype_name(rows.dtype)), others
+        if rows.rounding is None:
+            return parts[0], others
+        q, sf = parts[:2]
+        return ops.dequantize(q, sf, dtype_name(rows.dtype)), others
 
 
 @contextmanager

@@ -205,8 +205,8 @@ class _Overlapped(torch.autograd.Function):
         saved, weighted = saved_by(ctx)
         there = call.rows("combine_grad", call.width, BF16)
         home, steps = call.rows("dispatch_grad", ctx.dim, ctx.dtypes[0]), []
-        transfers = there, home, (need_x, need_prob)
-        with call.exchange.backward(dequantized(grads[0]).contiguous(), weighted, *transfers) as exchange_pass:
+        needs = need_x, need_prob
+        with call.exchange.backward(dequantized(grads[0]).contiguous(), weighted, there, home, needs) as exchange_pass:
             for c in range(len(exchange_pass.chunks)):
                 dout, _ = exchange_pass.operands(c)
                 step = call.experts.backward(saved[c], dout, ctx.dtypes, ctx.needs)
@@ -219,7 +219,7 @@ class _Overlapped(torch.autograd.Function):
                 exchange_pass.send_back(c)
                 steps.append(step)
             of_weights = lambda: _weight_gradients(ctx, exchange_pass.chunks, steps, grads[0].device)  # noqa: E731
-            dx, dprobs, weights = exchange_pass.gradients((need_x, need_prob), of_weights)
+            dx, dprobs, weights = exchange_pass.gradients(needs, of_weights)
         return dx, dprobs, None, *weights
 
 

@@ -288,8 +288,8 @@ def checked_grouped_mm(
     # `needs_input_grad` in the forward is set even under `no_grad`.
     need_wgrad = torch.is_grad_enabled() and values.requires_grad
     options = ProductOptions.of(recipe, x.device, pad, need_wgrad)
-    of_ends = names.group_ends, group_ends, x, groups, names.x, names.w
-    group_ends = check_group_ends(op, *of_ends, f"pass {names.pad}=True" if options.whole_blocks else None, known)
+    remedy = f"pass {names.pad}=True" if options.whole_blocks else None
+    group_ends = check_group_ends(op, names.group_ends, group_ends, x, groups, names.x, names.w, remedy, known)
     if bias is not None:
         bias = check_bias(op, "bias", bias, groups, n, values.device)
     return _grouped_mm(x, values, bias, cached, group_ends, MMCall(options, out_dtype))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...core_kernels.launch import fail
-from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ...core_kernels.swiglu.activation import PLAIN, Numbers, SwiGLU
 from ..ops import direct as ops
 from ..ops.call import require_tensor
 from ..ops.checks import check_plain, check_probs, check_shape
@@ -22,7 +22,7 @@ from ..ops.mx_tensor import dequantized
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, prob: Tensor, numbers: tuple[float, float, float]) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, prob: Tensor, numbers: Numbers) -> Tensor:
         gate, up, prob = gate.contiguous(), up.contiguous(), prob.contiguous()
         ctx.save_for_backward(gate, up, prob)
         ctx.numbers = numbers
@@ -30,7 +30,9 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *ops.swiglu_bwd(dequantized(grads[0]).contiguous(), *ctx.saved_tensors, *ctx.numbers), None
+        (gate, up, prob), (alpha, limit, offset) = ctx.saved_tensors, ctx.numbers
+        dgate, dup, dprob = ops.swiglu_bwd(dequantized(grads[0]).contiguous(), gate, up, prob, alpha, limit, offset)
+        return dgate, dup, dprob, None
 
 
 _swiglu = differentiable("swiglu", _SwiGLU)

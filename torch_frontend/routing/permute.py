@@ -166,7 +166,8 @@ def spread_rows(x: Tensor, order: Tensor, inverse: Tensor, top_k: int) -> Tensor
         >>> spread_rows(torch.tensor([[1.0], [2.0]]), order, inverse, 2).tolist()
         [[2.0], [1.0], [1.0], [2.0]]
     """
-    return spread(x, *check_replicas("spread_rows", x, order, inverse, top_k), top_k)
+    order, inverse = check_replicas("spread_rows", x, order, inverse, top_k)
+    return spread(x, order, inverse, top_k)
 
 
 class _SpreadTokens(torch.autograd.Function):

@@ -147,9 +147,10 @@ class _Router(torch.autograd.Function):
         if logit_bias is not None:
             logits += logit_bias
             ctx.bias_dtype = logit_bias.dtype
-        routing = _chosen(ctx, logits, bias, router, () if ctx.needs_input_grad[0] else (of_experts,))
-        ctx.save_for_backward(logits, routing[0], x, weight)
-        return of_experts, *routing
+        constants = () if ctx.needs_input_grad[0] else (of_experts,)
+        experts, weights, share_sums = _chosen(ctx, logits, bias, router, constants)
+        ctx.save_for_backward(logits, experts, x, weight)
+        return of_experts, experts, weights, share_sums
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -159,7 +160,8 @@ class _Router(torch.autograd.Function):
         terms, dbias = _choice_bwd(ctx, tuple(of_routing), logits, experts, not biased), None
         if biased:  # the two terms hold 16 bits of its 24
             terms, dbias = _terms(terms), terms.sum(0).to(ctx.bias_dtype)
-        return *_logits_bwd(ctx, terms, x, weight, dx), dbias, None, None
+        dx, dweight = _logits_bwd(ctx, terms, x, weight, dx)
+        return dx, dweight, dbias, None, None
 
 
 def _chosen(

@@ -139,11 +139,12 @@ class FoldForm(NamedTuple):
         one_buffer = (buffer is None) != (buffer2 is None)
         if first is None or second is None or one_buffer or not self.wgrad_mx or dtypes[0] != dtypes[1]:
             return forms.wgrads_unfused(self, douts, x, ends, dtypes, out)
-        operands, dtype = (first.q, first.sf, x.q, x.sf, second.q, second.sf, ends), dtype_name(dtypes[0])
+        dtype = dtype_name(dtypes[0])
         if buffer is None or buffer2 is None:
-            return ops.grouped_wgrad_fold_pair(*operands, dtype)
-        call_out((buffer, buffer2), OPS["grouped_wgrad_fold_pair"], *operands, out_dtype=dtype)
-        return buffer, buffer2
+            return ops.grouped_wgrad_fold_pair(first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, dtype)
+        op, buffers = OPS["grouped_wgrad_fold_pair"], (buffer, buffer2)
+        call_out(buffers, op, first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, out_dtype=dtype)
+        return buffers
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
 
