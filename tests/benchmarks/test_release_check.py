@@ -53,7 +53,7 @@ def commit(tmp_path: Path) -> Any:
     ],
 )
 def test_a_later_commit_to_a_timed_kernel(name: str, is_older: bool, commit: Any, tmp_path: Path) -> None:
-    measured = commit("core_kernels/swiglu/cuda.cu")
+    measured = commit("core_kernels/swiglu/cuda_mx_row_col.cu")
     last = commit(name)
 
     def log(of: str, paths: Any) -> list[str] | None:

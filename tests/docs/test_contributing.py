@@ -153,7 +153,7 @@ def test_the_page_is_short() -> None:
 def test_the_page_has_walks_down_to_a_kernel_and_twelve_answers() -> None:
     for names in walks(PAGE).values():
         assert len(names) > 20
-        assert {"cpp_bindings/cuda.cc", "core_kernels/grouped_gemm/folded/cuda_sm90.cu"} <= set(names)
+        assert {"cpp_bindings/cuda.cc", "core_kernels/grouped_gemm/folded/cuda_fp8_sm90.cu"} <= set(names)
     assert len({question for question, *_ in answers(PAGE)}) == 12
 
 

@@ -1,4 +1,4 @@
-"""The results of FP8 GEMMs on Hopper, to the bit: sums of its tensor cores, in the order of cuda_sm90.cu.
+"""The results of FP8 GEMMs on Hopper, to the bit: sums of its tensor cores, in the order of cuda_fp8_sm90.cu.
 
 oracle.py and blockwise/oracle.py define the ops, with exact sums. Hopper's tensor cores cut theirs:
 

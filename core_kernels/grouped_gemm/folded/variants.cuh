@@ -16,7 +16,7 @@
 // products. A variant inherits the steps that it does not change.
 #pragma once
 
-#include "grouped_gemm/folded/block_factors.cuh"
+#include "grouped_gemm/folded/blockwise_factors.cuh"
 #include "grouped_gemm/folded/rescale_accumulator.cuh"
 #include "grouped_gemm/folded/second_product.cuh"
 #include "grouped_gemm/folded/shared.cuh"

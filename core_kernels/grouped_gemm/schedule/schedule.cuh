@@ -24,7 +24,7 @@ struct Problem {
   void* out;
   int groups, rows, cols, depth;
   int clusters;
-  // Of folded/cuda_sm90.cu, M-grouped:
+  // Of folded/cuda_fp8_sm90.cu, M-grouped:
   const float* bias;  // (G, N) or null
   struct {
     const uint8_t *row_scale, *col_scale;  // (M,) and (G, N)

@@ -10,7 +10,7 @@ namespace mxep::cuda {
 
 // Starts an asynchronous load of kBytes into shared memory, zeros if `exists` is false. Both addresses are multiples of
 // kBytes. L2 fetches whole lines, of which neighbouring warps load the rest: of 64 bytes a row the kernel of
-// folded/cuda_bwd.cu takes 8% longer.
+// folded/cuda_bwd_both.cu takes 8% longer.
 template <int kBytes>
 __device__ void load_async(void* to, const void* from, bool exists) {
   const auto slot = static_cast<uint32_t>(__cvta_generic_to_shared(to));

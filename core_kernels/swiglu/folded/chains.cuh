@@ -1,4 +1,4 @@
-// The chains of cuda_bwd.cu: the spans of a group's tokens, in order, in one tile of columns.
+// The chains of cuda_bwd_both.cu: the spans of a group's tokens, in order, in one tile of columns.
 //
 //   group               0          1    past the last end
 //   tile 0   spans   0  1  2  3  4 | 5 | 6        a CTA takes every n-th chain; chains of the longest group are first

@@ -1,4 +1,4 @@
-// The least scales of the rows of SwiGLU's gradients, before cuda_bwd.cu computes the whole rows.
+// The least scales of the rows of SwiGLU's gradients, before cuda_bwd_both.cu computes the whole rows.
 //
 //   first 256 columns of dh, gate, up --> dgate, dup --> largest scale of a row's blocks --times 4--> least
 #pragma once

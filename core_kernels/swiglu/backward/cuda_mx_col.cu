@@ -1,5 +1,5 @@
 // SwiGLU backward; dgate and dup are quantized along columns, or along rows and columns, in the kernel that computes
-// them; and h again along columns, if the op has it. Rows alone are in cuda_row.cu.
+// them; and h again along columns, if the op has it. Rows alone are in cuda_mx_row.cu.
 //
 //   dh, gate, up (M, F)           a band of 4 warps loads whole lines of its 32 rows, 256 bytes each
 //        |

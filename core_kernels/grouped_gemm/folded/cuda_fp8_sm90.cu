@@ -4,7 +4,7 @@
 //
 //   M-grouped  out[m, n] = 2^(rs[m] + cs[g, n]) sum_k a[m, k] b[g, n, k] [+ bias[g, n]]      rows m of group g
 //              or the sum of two such products, with scales of their own (second_product.cuh)
-//              or with scales of blocks of 128 along k (block_factors.cuh)
+//              or with scales of blocks of 128 along k (blockwise_factors.cuh)
 //   K-grouped  out[g, i, j] = sum_t 2^(rs[t, i] + cs[t, j]) sum_m a[i, m] b[j, m]    tokens m of span t of group g
 //
 // Of either, two products in one launch: of the same rows with two weights, of two gradients with the same x. Each has
