@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from examples import config, flags, train_jax
 from examples.training import torch_fsdp_ep
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "integrations"
 
 

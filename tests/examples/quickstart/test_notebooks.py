@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "examples" / "quickstart"
+FOLDER = Path(__file__).parents[3] / "examples" / "quickstart"
 # As the kernel of a notebook: one namespace for all cells. A thread of Gloo outlives the last cell, and can abort
 # Python's finalization: the process ends before it.
 RUN = """

@@ -20,9 +20,9 @@ from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM, PreTrai
 
 from examples import finetune_mixtral, mixtral
 
-from ..compare import sqnr_db
+from ...compare import sqnr_db
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 CONFIG = {**mixtral.SIZES["tiny"], "num_hidden_layers": 1}
 # Against stage 0, the worst of the logits and of all gradients. Measured: 40.7, 40.7 and 22.3 dB. Less 1.
