@@ -22,6 +22,7 @@ PAGES = (
     "guides/choose_recipe.md",
     "guides/choose_exchange.md",
     "guides/memory.md",
+    "guides/metrics.md",
     "api/scale_layouts.md",
     "migrate/megatron.md",
     "migrate/ragged_dot.md",
@@ -50,12 +51,12 @@ def test_every_program_is_of_one_framework() -> None:
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
-def test_the_programs_run(frontend: str) -> None:
-    """In one process: to import a framework takes longer than all programs."""
+def test_the_programs_run(frontend: str, tmp_path: Path) -> None:
+    """In one process: to import a framework takes longer than all programs. They write to tmp_path."""
     found = [(page, program) for page in PAGES for program in programs(page) if frontend in program]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"} | ranks
     env |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
     run = [sys.executable, "-c", RUN.format(programs=found)]
-    ran = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300, env=env)
+    ran = subprocess.run(run, capture_output=True, text=True, check=False, timeout=300, env=env, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr

@@ -228,3 +228,11 @@ def test_folded_products_read_packed_rows_through_their_map() -> None:
     program = Program(jax.jit(gradient).lower(params, x).compile().as_text())
     assert calls(program, "permute_mx") == {"permute_mx_fold": 1, "permute_mx_col_fold": 1, "permute_mx": 1}
     assert calls(program, "fold_rows", "requantize") == {"fold_rows": 1, "requantize_col_fold": 1}
+
+
+def test_the_scopes_of_the_layer() -> None:
+    """The ranges of docs/guides/metrics.md are parts of the names of operations."""
+    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), CONFIG))
+    x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
+    text = jax.jit(lambda params, x: moe.apply(params, x, CONFIG)[0]).lower(params, x).as_text(debug_info=True)
+    assert not [scope for scope in ("route", "dispatch", "experts", "combine") if f"mxep.{scope}/" not in text]

@@ -2,8 +2,6 @@
 
 import copy
 import doctest
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +10,6 @@ from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import MoE, RouterConfig
 from mxep.torch_frontend.layer.metrics import MoERecorder, lost_values
 from torch import nn
-
-PAGE = Path(__file__).parents[3] / "docs" / "guides" / "metrics.md"
 
 
 def model(recipe: str = "mxfp8") -> nn.Module:
@@ -154,9 +150,3 @@ def test_sizes_that_no_layer_has(argument: str) -> None:
     _, stats = MoE(32, 32, 4, RouterConfig(2))(torch.zeros(1, 32))
     with pytest.raises(ValueError, match=f"MoEStats.metrics: {argument}: got {2**63}; allowed: .* below 2\\^31"):
         stats.metrics(**{"dim": 32} | {argument: 2**63})
-
-
-def test_the_program_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    exec(program, {"__name__": "page"})
-    assert capsys.readouterr().out.count("moe/imbalance") == 2
