@@ -19,14 +19,14 @@ CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtim
 # when the curves disagree.
 train: export PYTHONDONTWRITEBYTECODE =
 train: .venv/.train
-	$(BIN)/python -m examples.train_all --out runs/small
+	$(BIN)/python -m examples.training.train_all --out runs/small
 
 # On one GPU with $(PYTHON), after install-gpu; that environment also has optax, safetensors, tqdm and matplotlib. Every
 # recipe in both frameworks, 500 steps each, without checkpoints; logs and curves.png in OUT. Downloads nothing. Of 14
 # comparisons of such runs the largest is 6.1%, and repeated runs of one config are 3.8% apart: the limit is 8%.
 train-gpu: OUT ?= runs/gpu
 train-gpu:
-	$(PYTHON) -m examples.train_all --device gpu --ep 1 --preset curves --checkpoint-every 0 \
+	$(PYTHON) -m examples.training.train_all --device gpu --ep 1 --preset curves --checkpoint-every 0 \
 	  --recipes bf16 mxfp8 mxfp8_wgrad_with_hp fp8_rowwise fp8_blockwise --limit 0.08 --out $(OUT)
 
 # Two runs: Triton's interpreter is chosen before triton is imported, and a process in that mode cannot compile. A file

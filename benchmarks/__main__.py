@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
-from examples.ranks import leave
+from examples.training.ranks import leave
 
 from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results

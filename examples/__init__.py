@@ -1,1 +1,1 @@
-"""Training examples: the same config, text and initial weights in two frameworks."""
+"""Programs for users: quick starts, training, other libraries. README.md lists them."""

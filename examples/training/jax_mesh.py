@@ -6,7 +6,7 @@
 The batch is sharded over both axes of the mesh. The experts' weights are sharded over `expert`, and their dim D over
 `data`; all other weights are replicated. The loss is a mean over the global batch, and JAX reduces every gradient. The
 text is --data, a file; without it the Python files of the standard library. One token is one byte. Checkpoints:
-examples/train_jax.py writes them, by Orbax or by safetensors.
+examples/training/train_jax.py writes them, by Orbax or by safetensors.
 """
 
 import argparse

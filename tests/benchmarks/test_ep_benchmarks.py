@@ -38,7 +38,7 @@ import torch
 torch.compile = lambda f, **_: f
 torch.set_num_threads(1)
 from benchmarks import ep
-from examples.ranks import leave
+from examples.training.ranks import leave
 out = Path(sys.argv[1])
 runs = [(["mxfp8"], "balanced"), (["layer", "mxfp8_wgrad_with_hp"], "one_expert"), (["mxfp8"], "dirichlet")]
 for only, routing in runs:

@@ -18,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
 from transformers import LlamaConfig, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerFast
 
-from examples import finetune_mixtral, mixtral
+from examples.integrations import finetune_mixtral, mixtral
 
 from ...compare import sqnr_db
 

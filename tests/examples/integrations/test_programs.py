@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples import config, flags, train_jax
-from examples.training import torch_fsdp_ep
+from examples.training import config, flags, torch_fsdp_ep, train_jax
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "integrations"
@@ -70,7 +69,7 @@ def test_the_flags_of_the_slurm_scripts() -> None:
     parser = flags.parser(train_jax.PROG)
     train_jax.add_option_flags(parser)
     train_jax.add_process_flags(parser)
-    args, sizes = flags.parse_args(parser, command_of("jax.sbatch", "examples.train_jax"))
+    args, sizes = flags.parse_args(parser, command_of("jax.sbatch", "examples.training.train_jax"))
     train_jax.check_groups(parser, args, sizes)
     assert (args.dp * args.ep, args.num_processes, args.process_id) == (16, 2, 1)
     assert isinstance(sizes, config.Config)

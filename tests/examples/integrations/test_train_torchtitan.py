@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from examples.train_torchtitan import arguments, write_assets
+from examples.integrations.train_torchtitan import arguments, write_assets
 
 
 def test_the_command_line() -> None:

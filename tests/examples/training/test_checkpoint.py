@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from examples.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint
-from examples.config import PRESETS, describe
-from examples.weights import initial_weights, weight_shapes
+from examples.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint
+from examples.training.config import PRESETS, describe
+from examples.training.weights import initial_weights, weight_shapes
 
 TINY = PRESETS["tiny"]
 RUN = describe(TINY, recipe="mxfp8")
@@ -172,10 +172,11 @@ def test_bf16_weights_load_as_fp32(tmp_path):
     assert {a.dtype for a in loaded.values()} == {np.dtype(np.float32)}
     for name, array in rounded.items():
         np.testing.assert_array_equal(loaded[name], array.astype(np.float32))
-    # A new process: this one has imported ml_dtypes, which would hide a missing import in examples.checkpoint.
+    # A new process: this one has imported ml_dtypes, which would hide a missing import in examples.training.checkpoint.
     code = (
-        "import sys; from pathlib import Path; from examples.config import PRESETS; from examples.weights import *;"
-        "from examples.checkpoint import load_weights;"
+        "import sys; from pathlib import Path; from examples.training.config import PRESETS;"
+        "from examples.training.weights import weight_shapes;"
+        "from examples.training.checkpoint import load_weights;"
         "load_weights(Path(sys.argv[1]), weight_shapes(PRESETS['tiny']))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3], check=True)

@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from examples import config, throughput
-from examples.config import PRESETS, Config, is_decayed, is_expert, learning_rates, rope_tables
-from examples.model_torch import Transformer
-from examples.throughput import flops_per_token, weights_per_token
-from examples.weights import initial_weights, weight_shapes
+from examples.training import config, throughput
+from examples.training.config import PRESETS, Config, is_decayed, is_expert, learning_rates, rope_tables
+from examples.training.model_torch import Transformer
+from examples.training.throughput import flops_per_token, weights_per_token
+from examples.training.weights import initial_weights, weight_shapes
 
 TINY = PRESETS["tiny"]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from examples.config import LOG_NAME, PRESETS, describe
-from examples.plot_curves import main
-from examples.runlog import RunLog, read_log
-from examples.throughput import flops_per_token
+from examples.training.config import LOG_NAME, PRESETS, describe
+from examples.training.plot_curves import main
+from examples.training.runlog import RunLog, read_log
+from examples.training.throughput import flops_per_token
 
 TINY = PRESETS["tiny"]
 

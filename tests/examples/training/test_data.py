@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.config import PRESETS
-from examples.data import HOLD_OUT_EVERY, Text, library_files
+from examples.training.config import PRESETS
+from examples.training.data import HOLD_OUT_EVERY, Text, library_files
 
 TINY = PRESETS["tiny"]
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 import torch
 
-from examples import train_jax, train_torch
+from examples.training import train_jax, train_torch
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from examples.config import PRESETS, Config
-from examples.flags import SIZES, parse_args, parser
+from examples.training.config import PRESETS, Config
+from examples.training.flags import SIZES, parse_args, parser
 
 TINY = PRESETS["tiny"]
 

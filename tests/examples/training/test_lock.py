@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from examples import train_all, train_torch
-from examples.config import LOG_NAME
-from examples.lock import LOCK_NAME, lock_folder, remove_run
+from examples.training import train_all, train_torch
+from examples.training.config import LOG_NAME
+from examples.training.lock import LOCK_NAME, lock_folder, remove_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 HOLD = """
 import sys, time
 from pathlib import Path
-from examples.lock import lock_folder
+from examples.training.lock import lock_folder
 file = lock_folder(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(1000)
@@ -56,8 +56,8 @@ def test_a_second_run_says_so_in_every_process_and_leaves_the_first_one_alone(ru
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.train_torch")
-    processes_of_jax = ("examples.train_jax", "--sharded-checkpoints", "--coordinator", coordinator)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.training.train_torch")
+    processes_of_jax = ("examples.training.train_jax", "--sharded-checkpoints", "--coordinator", coordinator)
     commands = [torchrun, *((*processes_of_jax, "--num-processes", "2", "--process-id", str(i)) for i in range(2))]
     flags = ("--preset", "tiny", "--ep", "2", "--data", argparse.__file__, "--device", "cpu", "--resume")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}

@@ -9,11 +9,11 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from examples.checkpoint import Checkpoint, step_folders
-from examples.config import LOG_NAME, PRESETS
-from examples.data import Text
-from examples.loop import train
-from examples.runlog import read_log
+from examples.training.checkpoint import Checkpoint, step_folders
+from examples.training.config import LOG_NAME, PRESETS
+from examples.training.data import Text
+from examples.training.loop import train
+from examples.training.runlog import read_log
 
 CONFIG = replace(PRESETS["tiny"], steps=4, eval_every=2)
 

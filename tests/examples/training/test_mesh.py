@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from examples.checkpoint import Checkpoint
-from examples.config import PRESETS
-from examples.sharded_checkpoint import ShardedCheckpoints
-from examples.train_jax import Options, Trainer, mesh_of, shapes_of, spec
-from examples.weights import initial_weights
+from examples.training.checkpoint import Checkpoint
+from examples.training.config import PRESETS
+from examples.training.sharded_checkpoint import ShardedCheckpoints
+from examples.training.train_jax import Options, Trainer, mesh_of, shapes_of, spec
+from examples.training.weights import initial_weights
 
 # Without the auxiliary loss, which is no mean over the parts of a batch; jax_frontend/layer/test_sharded.py has its
 # gradient.

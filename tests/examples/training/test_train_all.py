@@ -1,4 +1,4 @@
-"""Which runs `examples.train_all` starts, with which flags, and its report of a run that fails."""
+"""Which runs `examples.training.train_all` starts, with which flags, and its report of a run that fails."""
 
 import subprocess
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from examples import plot_curves, train_all
-from examples.config import PRESETS, describe
-from examples.runlog import RunLog
+from examples.training import plot_curves, train_all
+from examples.training.config import PRESETS, describe
+from examples.training.runlog import RunLog
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def test_four_runs_then_the_plot(commands, tmp_path, capsys):
     assert commands[-1] == "plot"
     assert commands[0] == [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m",
-        "examples.train_torch", "--ep", "2", "--recipe", "bf16", "--out", str(tmp_path / "torch-bf16"),
+        "examples.training.train_torch", "--ep", "2", "--recipe", "bf16", "--out", str(tmp_path / "torch-bf16"),
         "--preset", "tiny",
     ]  # fmt: skip
-    assert commands[2][:3] == [sys.executable, "-m", "examples.train_jax"]
+    assert commands[2][:3] == [sys.executable, "-m", "examples.training.train_jax"]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert all("of the bf16 peak), at most 1.0 GiB" in line for line in lines)

@@ -19,12 +19,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from examples import loop, train_jax, train_torch
-from examples.checkpoint import load_checkpoint, load_weights
-from examples.config import PRESETS, describe
-from examples.flags import parse_args, parser
-from examples.runlog import read_log
-from examples.weights import initial_weights, weight_shapes
+from examples.training import loop, train_jax, train_torch
+from examples.training.checkpoint import load_checkpoint, load_weights
+from examples.training.config import PRESETS, describe
+from examples.training.flags import parse_args, parser
+from examples.training.runlog import read_log
+from examples.training.weights import initial_weights, weight_shapes
 
 ROOT = Path(__file__).parents[3]
 TINY = PRESETS["tiny"]
@@ -41,7 +41,7 @@ def start(framework: str, ep: int, out: Path, *flags: str) -> subprocess.Popen:
     caching = {"JAX_COMPILATION_CACHE_DIR": PROGRAMS.name, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     environment = caching | os.environ | {"OMP_NUM_THREADS": "1"}
     environment["XLA_FLAGS"] = " ".join(f for f in environment["XLA_FLAGS"].split() if "device_count" not in f)
-    command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", *arguments(ep, out, *flags)]
+    command = [sys.executable, "-m", *launcher, f"examples.training.train_{framework}", *arguments(ep, out, *flags)]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
 
 

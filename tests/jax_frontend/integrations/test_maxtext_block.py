@@ -1,7 +1,7 @@
 """The products of MaxText's sparse block, imitated: its branch without megablox, with ragged_dot_mxfp8 in place.
 
 MaxText needs Python 3.12. This file repeats what its layers/moe.py (0.2.5) does around `jax.lax.ragged_dot`;
-`python -m examples.maxtext_block` runs the package itself (docs/guides/maxtext.md).
+`python -m examples.integrations.maxtext_block` runs the package itself (docs/guides/maxtext.md).
 
 tokens --sort--> rows, sizes --cast to bf16, XLA metadata--> wi_0, wi_1 --names, silu--> wo --unsort, weights--> y
 inside a shard_map over every axis of the mesh: rows over "fsdp", wi and wo split along the hidden dim over "tensor"

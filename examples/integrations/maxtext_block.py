@@ -1,6 +1,8 @@
-"""`python -m examples.maxtext_block`: MaxText's sparse MoE block on `jax.lax.ragged_dot` and on `ragged_dot_mxfp8`.
+"""MaxText's sparse MoE block on `jax.lax.ragged_dot` and on `ragged_dot_mxfp8`.
 
-RoutedMoE of the installed MaxText --its own ragged_dot, then ours--> output, loss and gradients, compared in dB
+    python -m examples.integrations.maxtext_block
+
+RoutedMoE of the installed MaxText --its own ragged_dot, then mxep's--> output, loss and gradients, compared in dB
 
 Runs on four CPU devices, split by `--mesh`. Needs Python 3.12 and MaxText; commands: docs/guides/maxtext.md. An error
 ends the run if a comparison is below LIMITS.
@@ -78,7 +80,7 @@ def decibels(got: np.ndarray, want: np.ndarray) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.maxtext_block", description="Compare MaxText's MoE block with ours."
+        prog="examples.integrations.maxtext_block", description="Compare MaxText's MoE block on two grouped GEMMs."
     )
     parser.add_argument("--mesh", choices=MESHES, default="fsdp", help="how four devices are split")
     mesh, moe = block(MESHES[parser.parse_args().mesh])

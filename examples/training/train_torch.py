@@ -1,7 +1,7 @@
 """Train the small MoE language model in PyTorch, experts sharded over the ranks.
 
-    torchrun --standalone --nproc-per-node 2 -m examples.train_torch --ep 2 --recipe mxfp8 --out runs/torch
-    python -m examples.train_torch --preset h200 --recipe mxfp8 --out runs/h200      # one process, one GPU
+    torchrun --standalone --nproc-per-node 2 -m examples.training.train_torch --ep 2 --recipe mxfp8 --out runs/torch
+    python -m examples.training.train_torch --preset h200 --recipe mxfp8 --out runs/h200      # one process, one GPU
 
 A rank is a process, on a GPU of its own (NCCL) or on the CPU (Gloo). It holds E / ep experts and all dense weights, and
 trains on its slice of the batch:
@@ -37,7 +37,7 @@ from .loop import train
 from .model_torch import Transformer
 from .ranks import leave
 
-PROG = "examples.train_torch"
+PROG = "examples.training.train_torch"
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from .runlog import read_log
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="examples.train_all", description="Train in both frameworks and several recipes."
+        prog="examples.training.train_all", description="Train in both frameworks and several recipes."
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="one folder per run, and curves.png")
     parser.add_argument("--resume", action="store_true", help="continue existing runs instead of starting over")
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 except ValueError as error:
                     sys.exit(f"train_all: error: {error}")
             launcher = torchrun if framework == "torch" else ()
-            command = [sys.executable, "-m", *launcher, f"examples.train_{framework}", "--ep", str(args.ep)]
+            command = [sys.executable, "-m", *launcher, f"examples.training.train_{framework}", "--ep", str(args.ep)]
             start = time.perf_counter()
             # One thread per rank is torchrun's default; torchrun warns if the variable is not set.
             done = subprocess.run(

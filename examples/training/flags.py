@@ -1,4 +1,4 @@
-"""The command line of both training scripts: `python -m examples.train_jax`, `torchrun ... -m examples.train_torch`."""
+"""The command line of both training scripts, train_torch and train_jax."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """torchtitan's trainer with the routed experts of this package or its own; docs/guides/torchtitan.md has the flags.
 
-    torchrun --standalone --nproc-per-node 4 -m examples.train_torchtitan --assets runs/assets --training.steps 20 \\
-      --parallelism.expert_parallel_degree 2 \\
+    torchrun --standalone --nproc-per-node 4 -m examples.integrations.train_torchtitan --assets runs/assets \\
+      --training.steps 20 --parallelism.expert_parallel_degree 2 \\
       --override.imports mxep.torch_frontend.integrations.torchtitan.routed_experts
 
 The script writes a tokenizer of bytes and a text into `--assets`, and passes every other argument on. By default it is
@@ -24,9 +24,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch.distributed.fsdp import FSDPModule
 
-from .data import library_files
-from .ranks import end_process
+from ..training.data import library_files
+from ..training.ranks import end_process
 
+PROG = "examples.integrations.train_torchtitan"
 TEXT_NBYTES = 1 << 20
 
 
@@ -82,9 +83,9 @@ def use_cpu() -> str:
     def attention(config: FlexAttention.Config) -> ScaledDotProductAttention.Config:
         return derive(config, ScaledDotProductAttention.Config)  # flex attention has no backward on a CPU
 
-    attention.__module__ = "examples.train_torchtitan"  # where torchtitan looks, also if this script is __main__
+    attention.__module__ = PROG  # where torchtitan looks, also if this script is __main__
     override(target=FlexAttention.Config)(attention)
-    return "examples.train_torchtitan.attention"
+    return f"{PROG}.attention"
 
 
 def write_assets(folder: Path) -> None:
@@ -134,7 +135,7 @@ def cut(model_registry: Callable[..., Any], layers: int | None, *args: Any, **op
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    flags = argparse.ArgumentParser(prog="examples.train_torchtitan", description="torchtitan with these experts.")
+    flags = argparse.ArgumentParser(prog=PROG, description="torchtitan with these experts.")
     flags.add_argument("--assets", type=Path, required=True, metavar="DIR", help="folder of the tokenizer and the text")
     flags.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     flags.add_argument("--layers", type=int, metavar="N", help="the first N layers of a DeepSeek-V3; default: all")

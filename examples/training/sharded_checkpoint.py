@@ -1,4 +1,4 @@
-"""Sharded checkpoints of examples.train_jax, by Orbax: every process writes and reads the parts of its own devices.
+"""Sharded checkpoints of train_jax, by Orbax: every process writes and reads the parts of its own devices.
 
 FOLDER/<step>/arrays   weights and AdamW's moments, as they are sharded on the mesh
               run      step and config, JSON

@@ -1,12 +1,13 @@
 """Train the small MoE language model in JAX on a mesh of data x experts: GPUs, or parts of the CPU.
 
-    python -m examples.train_jax --ep 2 --recipe mxfp8 --out runs/jax             # one process with all devices
-    python -m examples.train_jax --dp 2 --ep 2 --out runs/jax                     # two groups of two expert ranks
-    python -m examples.train_jax --preset h200 --recipe mxfp8 --out runs/h200     # one process, one GPU
+    python -m examples.training.train_jax --ep 2 --recipe mxfp8 --out runs/jax  # one process with all devices
+    python -m examples.training.train_jax --dp 2 --ep 2 --out runs/jax  # two groups of two expert ranks
+    python -m examples.training.train_jax --preset h200 --recipe mxfp8 --out runs/h200  # one process, one GPU
 
 One process per GPU, the same command with another --process-id in each; the first process is the coordinator:
 
-    python -m examples.train_jax --ep 2 --out runs/jax --coordinator localhost:1234 --num-processes 2 --process-id 0
+    python -m examples.training.train_jax --ep 2 --out runs/jax \\
+        --coordinator localhost:1234 --num-processes 2 --process-id 0
 
 The batch is split over all devices, the experts over the devices of a group; dense weights are whole on each. The loss
 is a mean over the global batch, and JAX reduces every gradient: the step is `jax.jit` and shardings alone. `Options`
@@ -43,7 +44,7 @@ from .loop import train
 from .model_jax import REMAT, STACKED, Params, stacked, unstacked
 from .weights import weight_shapes
 
-PROG = "examples.train_jax"
+PROG = "examples.training.train_jax"
 BATCH = P(("data", "expert"))
 SHARDED = "sharded"
 """The folder of sharded checkpoints in --out."""

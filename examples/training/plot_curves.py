@@ -1,6 +1,6 @@
 """Plots the runs of a folder and checks that they agree.
 
-    python -m examples.plot_curves runs/small      reads runs/small/{torch,jax}-RECIPE/log.jsonl
+    python -m examples.training.plot_curves runs/small      reads runs/small/{torch,jax}-RECIPE/log.jsonl
 
 Writes curves.png to the same folder, prints the comparisons, and exits with 1 if one of them fails:
 
@@ -127,7 +127,9 @@ def plot(runs: Runs, limit: float, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="examples.plot_curves", description="Compare and draw the runs of a folder.")
+    parser = argparse.ArgumentParser(
+        prog="examples.training.plot_curves", description="Compare and draw the runs of a folder."
+    )
     parser.add_argument("runs", type=Path, help="folder of the runs")
     parser.add_argument(
         "--limit", type=float, default=LIMIT, metavar="SHARE", help="largest relative difference of two losses"

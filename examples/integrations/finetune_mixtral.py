@@ -1,8 +1,10 @@
 """Fine-tune Mixtral in four stages and compare them; docs/guides/finetune_mixtral.md explains the stages.
 
-    torchrun --standalone --nproc-per-node 2 -m examples.finetune_mixtral --size tiny          # on a CPU, Gloo
-    torchrun --standalone --nproc-per-node 4 -m examples.finetune_mixtral --device gpu --size layer --ep-size 2
-    torchrun --standalone --nproc-per-node 8 -m examples.finetune_mixtral --device gpu --model DIR --improvement 3
+    torchrun --standalone --nproc-per-node 2 -m examples.integrations.finetune_mixtral --size tiny  # on a CPU, Gloo
+    torchrun --standalone --nproc-per-node 4 -m examples.integrations.finetune_mixtral --device gpu --size layer \\
+        --ep-size 2
+    torchrun --standalone --nproc-per-node 8 -m examples.integrations.finetune_mixtral --device gpu --model DIR \\
+        --improvement 3
 
 DIR is a folder with config.json, safetensors and a tokenizer, as from the hub. `--size` draws the weights of a model
 from a seed: "tiny", or "layer", Mixtral 8x7B with as many layers as the devices' memory holds.
@@ -24,11 +26,11 @@ import torch.distributed as dist
 from mxep.torch_frontend import clip_grad_norm_
 from transformers import AutoTokenizer, MixtralConfig
 
-from .data import library_files, text_files
+from ..training.data import library_files, text_files
+from ..training.ranks import leave
 from .mixtral import SEQUENCES, SIZES, STAGES, build, checkpoint_weights, layers_that_fit, random_weights, read_config
-from .ranks import leave
 
-PROG = "examples.finetune_mixtral"
+PROG = "examples.integrations.finetune_mixtral"
 TEXT_NBYTES = 1 << 22
 """Of the text, its first bytes: enough for any run of this script, and quick to tokenize."""
 
