@@ -188,7 +188,7 @@ def draw(path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    from .roofline import REPRODUCIBLE
+    from .picture import REPRODUCIBLE, save
 
     colors = dict(zip(SENDS, ("tab:red", "tab:orange", "tab:green"), strict=True))
     labels = {
@@ -230,7 +230,7 @@ def draw(path: Path) -> None:
         figure.legend(
             *figure.axes[0].get_legend_handles_labels(), fontsize="x-small", loc="outside lower center", ncols=4
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)
 
 
 def main() -> None:

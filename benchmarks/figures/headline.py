@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from .picture import REPRODUCIBLE, save
 from .results import RESULTS
-from .roofline import REPRODUCIBLE
 from .speed import Row, bf16_layers, layers, sizes_of
 
 PICTURE = RESULTS / "headline.svg"
@@ -97,4 +97,4 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             f"{one['date']}",
             fontsize=9,
         )
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.figures.roofline [h200]`: the roofline picture of the grouped products.
+"""`python -m benchmarks.figures.roofline [h200]`: the roofline picture of the grouped GEMMs.
 
 results/h200.jsonl --> FLOP per byte of the least traffic (x), TF/s (y) --> results/h200_products.svg
 
-The roofs are measured in the same run: the slope is a device copy, the ceilings are cuBLAS's fastest dense products.
+The roofs are measured in the same run: the slope is a device copy, the ceilings are cuBLAS's fastest dense GEMMs.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from mxep.core_kernels.launch import fail
 
+from .picture import REPRODUCIBLE, save
 from .results import RESULTS, newest
 from .tables.table_grouped_gemm import NAMES, is_product
 
@@ -25,8 +26,6 @@ CEILINGS = {"FP8": "cublas_fp8", "bf16": "cublas_bf16"}
 PEERS = {"torch_grouped_mm_bf16": 2, "torch_scaled_grouped_mm": 1}
 COLORS = {"mxep": "tab:red", "torch_grouped_mm_bf16": "tab:blue", "torch_scaled_grouped_mm": "tab:green"}
 MARKS = dict(zip(NAMES, ("o", "v", "s", "D", "P"), strict=True))
-# Without these settings the ids within an SVG are random, and every run writes another file.
-REPRODUCIBLE: dict[Any, Any] = {"svg.hashsalt": "mxep", "svg.fonttype": "none"}
 
 
 class Point(NamedTuple):
@@ -101,11 +100,10 @@ def draw(rows: list[Row], path: Path) -> None:
             axes.plot([p.intensity for p in of_one], [p.tflops for p in of_one], linestyle="", marker=MARKS[op],
                       color=COLORS[source], alpha=0.8, label=f"{source}: {_label(source, op)}")  # fmt: skip
         axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of the least traffic", ylabel="TF/s",
-                 title=f"Grouped products, {rows[0]['hardware']}, commit {rows[0]['commit'][:7]}")  # fmt: skip
+                 title=f"Grouped GEMMs, {rows[0]['hardware']}, commit {rows[0]['commit'][:7]}")  # fmt: skip
         axes.grid(which="both", alpha=0.2)
         axes.legend(fontsize="x-small", loc="lower right")
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, metadata=metadata)
+        save(figure, path)
 
 
 def main() -> None:

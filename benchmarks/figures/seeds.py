@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+from .picture import REPRODUCIBLE, save
 from .results import RESULTS
-from .roofline import REPRODUCIBLE
 
 RUNS = RESULTS / "h200_curves" / "seeds.jsonl"
 PICTURE = RESULTS / "h200_curves" / "seeds.svg"
@@ -40,4 +40,4 @@ def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
         axes.tick_params(labelsize=7)
         axes.set_title(f"{found[0]['device']}, commit {found[0]['commit']}, 219M weights", fontsize=9)
         axes.legend(fontsize=7)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)

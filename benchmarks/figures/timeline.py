@@ -2,7 +2,7 @@
 
 torchrun ... -m benchmarks ep --trace TRACE --> kineto's JSON of rank 0 --STAGES--> lanes, times, and a picture
 
-products         the experts' grouped products
+GEMMs            the experts' grouped GEMMs
 other kernels    quantization, gathers, SwiGLU, sums, the router
 copies/wire      copies by the engines, NCCL's kernels
 
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from mxep.core_kernels.launch import fail
 from torch.profiler import ProfilerActivity, profile, record_function
 
-LANES = ("products", "other kernels", "copies/wire")
+LANES = ("GEMMs", "other kernels", "copies/wire")
 DIRECTIONS = ("forward", "backward")
 MARK = "benchmark.forward"
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -32,9 +32,9 @@ LAUNCHES = ("cuda_runtime", "cuda_driver")
 STAGES = (
     (r"nccl|c10d::|gloo:", "copies/wire", "all-to-all"),
     (r"Memcpy PtoP|Memcpy P2P", "copies/wire", "copies from peers"),
-    (r"Memcpy DtoD", "copies/wire", "rows that stay"),
+    (r"Memcpy DtoD", "copies/wire", "rows of this rank"),
     (r"Memcpy", "copies/wire", "counts, host"),
-    (r"grouped_|\bmm_\w*kernel|wgrad_\w*kernel", "products", "products"),
+    (r"grouped_|\bmm_\w*kernel|wgrad_\w*kernel", "GEMMs", "GEMMs"),
     (r"swiglu|backward_tiles|backward_rows", "other kernels", "SwiGLU"),
     (r"fold_matrices", "other kernels", "quantize weights"),
     (r"combine", "other kernels", "sum over replicas"),
@@ -45,7 +45,7 @@ STAGES = (
 )
 OTHERS = "other kernels", "others"
 COLORS = {
-    "products": "tab:red", "all-to-all": "tab:blue", "copies from peers": "tab:blue", "rows that stay": "tab:cyan",
+    "GEMMs": "tab:red", "all-to-all": "tab:blue", "copies from peers": "tab:blue", "rows of this rank": "tab:cyan",
     "counts, host": "lightsteelblue", "SwiGLU": "tab:orange", "quantize weights": "tab:olive", "quantize": "gold",
     "sum over replicas": "tab:purple", "router": "tab:pink", "sort_by_expert": "tab:brown", "gather": "tab:green",
     "others": "lightgray",
@@ -93,7 +93,7 @@ def stage_of(name: str) -> tuple[str, str]:
     """Lane and stage of an event.
 
     >>> stage_of("void mxep::cuda::sm90::(anonymous namespace)::grouped_gemm_fp8_nt<SpanScales>(Maps, Problem)")
-    ('products', 'products')
+    ('GEMMs', 'GEMMs')
     """
     return next(((lane, stage) for pattern, lane, stage in STAGES if re.search(pattern, name)), OTHERS)
 
@@ -120,7 +120,7 @@ def read(path: Path) -> list[Event]:
     events = []
     for e, _ in ran:
         lane, stage = stage_of(e["name"])
-        if stage == "rows that stay" and e.get("args", {}).get("stream") not in kernels:
+        if stage == "rows of this rank" and e.get("args", {}).get("stream") not in kernels:
             stage = "copies from peers"  # whose memory is mapped here
         start = e["ts"] - first
         events.append(Event(DIRECTIONS[e["ts"] >= backward], lane, stage, start, start + e["dur"]))
@@ -176,7 +176,7 @@ def draw(events: Sequence[Event], path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    from .roofline import REPRODUCIBLE
+    from .picture import REPRODUCIBLE, save
 
     with rc_context(REPRODUCIBLE):
         figure = Figure(figsize=(11, 4.5), layout="constrained")
@@ -195,7 +195,7 @@ def draw(events: Sequence[Event], path: Path) -> None:
         shown = [stage for stage in COLORS if any(e.stage == stage for e in events)]
         patches = [Patch(color=COLORS[stage], label=stage) for stage in shown]
         figure.legend(handles=patches, fontsize="x-small", loc="outside lower center", ncols=7)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        save(figure, path)
 
 
 def main() -> None:

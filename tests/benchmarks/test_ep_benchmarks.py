@@ -242,15 +242,15 @@ def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
     assert events == [
         Event("forward", "other kernels", "quantize", 0, 10),
         Event("forward", "copies/wire", "copies from peers", 5, 25),
-        Event("forward", "products", "products", 25, 55),
-        Event("forward", "copies/wire", "rows that stay", 56, 58),
+        Event("forward", "GEMMs", "GEMMs", 25, 55),
+        Event("forward", "copies/wire", "rows of this rank", 56, 58),
         Event("forward", "copies/wire", "copies from peers", 59, 65),  # of an unknown launch, after the host returned
         Event("backward", "other kernels", "sum over replicas", 80, 90),
         Event("backward", "other kernels", "SwiGLU", 90, 95),
         Event("backward", "copies/wire", "all-to-all", 92, 102),
     ]
     found = {line[:36].strip(): line[36:].split() for line in timeline.table(events).splitlines()}
-    assert found["products: products"] == ["0.030", "0.000"]
+    assert found["GEMMs: GEMMs"] == ["0.030", "0.000"]
     assert found["copies/wire without a kernel"] == ["0.023", "0.007"]
     assert found["from the first to the last"] == ["0.065", "0.022"]
     timeline.draw(events, tmp_path / "trace.svg")
@@ -265,6 +265,6 @@ def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
 def test_a_step_on_a_cpu_has_its_stages(measured: Path) -> None:
     events = timeline.read(measured / "trace.json")
     found = {(event.direction, event.stage) for event in events}
-    stages = ("products", "quantize", "SwiGLU", "sum over replicas", "router", "all-to-all")
+    stages = ("GEMMs", "quantize", "SwiGLU", "sum over replicas", "router", "all-to-all")
     assert found >= {(direction, stage) for direction in timeline.DIRECTIONS for stage in stages}
     assert {event.stage for event in events} <= timeline.COLORS.keys()

@@ -1,4 +1,4 @@
-"""The tables of docs/results/expert_parallel.md: one product and the whole layer, forward and backward."""
+"""The tables of docs/results/expert_parallel.md: one grouped GEMM and the whole layer, forward and backward."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,17 +7,17 @@ from .table_ops import machine
 
 Row = Mapping[str, Any]
 OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
-HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 products", "in turn": "no transport", "collectives": "`Collectives`",
+HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport", "collectives": "`Collectives`",
         "copy engines": "`CopyEngines`", "peer memory": "`PeerMemory`",
         "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
         "jit": "`jit`, and recipe `bf16` as bf16",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
         "jit, peer memory": "`peer_memory`, and recipe `bf16` likewise",
         "jit, peer memory, capacity": "`peer_memory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
-TITLES = {"ep": "### One product", "ep_layer": "### The whole layer"}
-HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / ours",
+TITLES = {"ep": "### One grouped GEMM", "ep_layer": "### The whole layer"}
+HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / mxep",
         "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",
-        "peak memory, GiB: bf16 / ours", "n", "dB")  # fmt: skip
+        "peak memory, GiB: bf16 / mxep", "n", "dB")  # fmt: skip
 
 
 def is_ep(op: str) -> bool:

@@ -10,8 +10,8 @@ Row = dict[str, Any]
 PICTURE = RESULTS / "h200_products.svg"
 
 COLUMNS = ("GEMM", "shape", "kernel", "time in ms (spread)", "TF/s", "of dense FP8",
-           "`torch._grouped_mm` bf16 / ours", "`torch._scaled_grouped_mm` / ours",
-           "`jax.lax.ragged_dot` bf16 / ours", "JAX / torch")  # fmt: skip
+           "`torch._grouped_mm` bf16 / mxep", "`torch._scaled_grouped_mm` / mxep",
+           "`jax.lax.ragged_dot` bf16 / mxep", "JAX / torch")  # fmt: skip
 NAMES = {
     "grouped_mm_fwd": "forward, folded",
     "grouped_mm_dgrad": "input gradient, folded",
@@ -95,10 +95,10 @@ def table(rows: list[Row], picture: Path = PICTURE) -> str:
         f"{machine(rows)}. Times are medians of single calls of one run, with cold caches. Errors are checked in "
         "fp64 before timing.",
         "",
-        "- *of dense FP8*: our rate divided by the rate of cuBLAS's dense FP8 GEMM with fast accumulation at the same "
-        "K. Above 1 ours is faster.",
-        "- *peer / ours*: time of the peer divided by our time. Above 1 ours is faster.",
-        "- *JAX / torch*: our time in JAX divided by our time in torch, both back to back. Above 1 JAX is slower.",
+        "- *of dense FP8*: rate of mxep divided by the rate of cuBLAS's dense FP8 GEMM with fast accumulation at the "
+        "same K. Above 1 mxep is faster.",
+        "- *peer / mxep*: time of the peer divided by the time of mxep. Above 1 mxep is faster.",
+        "- *JAX / torch*: time of mxep in JAX divided by its time in torch, both back to back. Above 1 JAX is slower.",
         "- *`jax.lax.ragged_dot`*: XLA writes dense operands for it, so this baseline is slow.",
         "- Rows with `operands bf16` include the quantization of the activations. Rows with both gradients include the "
         "quantization of activations, gradients and weights. Rows with `weights cached` omit the weights.",

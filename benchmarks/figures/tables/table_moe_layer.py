@@ -7,12 +7,12 @@ from .table_ops import machine
 
 Row = dict[str, Any]
 NAMES = {"moe_layer_fwd": "forward", "moe_layer_fwd_bwd": "forward and backward"}
-COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: bf16 / ours (n, spread)", "speedup",
-           "single step, ms: bf16 / ours (n, spread)", "speedup", "JAX back to back, ms (n, spread)", "speedup",
-           "`jax.lax.ragged_dot` / JAX", "dB", "peak memory, GiB: bf16 / ours")  # fmt: skip
-OWN_COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: recipe `bf16` / ours (n, spread)",
-               "speedup", "joules of a step: bf16 / recipe `bf16` / ours",
-               "peak memory, GiB: recipe `bf16` / ours")  # fmt: skip
+COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: bf16 / mxep (n, spread)", "speedup",
+           "single step, ms: bf16 / mxep (n, spread)", "speedup", "JAX back to back, ms (n, spread)", "speedup",
+           "`jax.lax.ragged_dot` / JAX", "dB", "peak memory, GiB: bf16 / mxep")  # fmt: skip
+OWN_COLUMNS = ("layer", "tokens, D, F, experts, k", "weights", "back to back, ms: recipe `bf16` / {recipe} (n, spread)",
+               "speedup", "joules of a step: bf16 / recipe `bf16` / {recipe}",
+               "peak memory, GiB: recipe `bf16` / {recipe}")  # fmt: skip
 PLAIN, RECIPE_BF16 = "plain_torch_bf16", "recipe_bf16"
 
 
@@ -95,7 +95,7 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "",
         "- *bf16*, the baseline: an unfused layer of router, top-k, stable sort, gather, three `torch._grouped_mm`, "
         "compiled SwiGLU and weighted scatter-add ([source](../../benchmarks/peers/moe_layer.py)).",
-        "- *speedup*: time of the baseline divided by our time.",
+        "- *speedup*: time of the baseline divided by the time of mxep.",
         "- *back to back*: steps without a pause, as in training, after 0.25 s of such steps. JAX is compared in this "
         "way, with the same baseline in torch.",
         "- *single step*: one step after a pause, with cold caches. CUDA-graph rows replay both sides.",
@@ -103,8 +103,8 @@ def table(rows: list[Row], other: Sequence[Row] = ()) -> str:
         "- *dB*: SQNR of the worst of y and all gradients against the baseline, with the same choice of experts.",
         "- *one expert*: one expert gets 30% of the rows (12.5% with top-8, the maximum). *dirichlet*: the popularity "
         "of experts is a draw of Dirichlet(1, ..., 1). Other layers have the groups of a random router.",
-        "- *`jax.lax.ragged_dot` / JAX*: time of a JAX layer on `ragged_dot` divided by our time in JAX. XLA writes "
-        "dense operands for it. Empty: the operands exceed the memory, or it was not measured.",
+        "- *`jax.lax.ragged_dot` / JAX*: time of a JAX layer on `ragged_dot` divided by the time of mxep in JAX. XLA "
+        "writes dense operands for it. Empty: the operands exceed the memory, or it was not measured.",
         "",
         *_lines(rows),
         *_against_recipe_bf16(rows),
@@ -137,11 +137,12 @@ def _against_recipe_bf16(rows: Sequence[Row]) -> list[str]:
         cells.append((_layer(row), _sizes(row), _how(row), *_times(row), shown, peaks(row)))
     if not cells:
         return []
+    head = [column.format(recipe=f"recipe `{rows[0]['case']['recipe']}`") for column in OWN_COLUMNS]
     return [
         "",
         "Recipe `bf16` is the same layer of mxep without quantization, in the same run: what MXFP8 itself gains.",
         "",
-        f"| {' | '.join(OWN_COLUMNS)} |",
-        f"|{' --- |' * len(OWN_COLUMNS)}",
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
         *(f"| {' | '.join(of_one)} |" for of_one in cells),
     ]

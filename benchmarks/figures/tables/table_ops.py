@@ -6,7 +6,7 @@ from ..bars import AT_MOST_US, OF_A_COPY
 
 Row = dict[str, Any]
 COLUMNS = ("op", "shape", "kernel", "time in ms (spread)", "reached",
-           "`torch.compile` / ours", "`jax.jit` / ours", "JAX / torch")  # fmt: skip
+           "`torch.compile` / mxep", "`jax.jit` / mxep", "JAX / torch")  # fmt: skip
 
 
 def shape_of(row: Row) -> str:
@@ -55,8 +55,8 @@ def table(rows: list[Row]) -> str:
         f"{machine(rows)}. Times are medians of device time. Outputs are compared byte for byte before timing.",
         "",
         "- *reached*: share of the bandwidth of a device-to-device copy with as many bytes. For `routing`: the time.",
-        "- *`torch.compile` / ours*, *`jax.jit` / ours*: time of the compiled formula divided by our time.",
-        "- *JAX / torch*: our device time in JAX divided by our device time in torch. Above 1 JAX is slower.",
+        "- *`torch.compile` / mxep*, *`jax.jit` / mxep*: time of the compiled formula divided by the time of mxep.",
+        "- *JAX / torch*: device time of mxep in JAX divided by its device time in torch. Above 1 JAX is slower.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         f"|{' --- |' * len(COLUMNS)}",
