@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +14,8 @@ from mxep.torch_frontend import PeerMemory
 from mxep.torch_frontend.overlap import peer_memory
 from mxep.torch_frontend.overlap.symmetric import Shared
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from triton.runtime import interpreter
 
+from ... import conftest  # noqa: F401 -- Triton's interpreter without the work that has no effect
 from . import ep_overlap, ep_peers
 
 INTERPRETER = True
@@ -63,25 +62,6 @@ class Files:
             memory.own[tokens:end] = 255
 
 
-class PatchOnce:
-    """Triton's interpreter replaces the names of `triton.language` in every call of a `@triton.jit` function within a
-    kernel; once per kernel and module of such functions takes half of the time."""
-
-    def __init__(self) -> None:
-        self.real = interpreter._patch_lang
-        self.modules: set[str] = set()
-
-    def __call__(self, function: Any) -> Any:
-        if function.__module__ in self.modules:
-            return None
-        scope, first = self.real(function), not self.modules
-        self.modules.add(function.__module__)
-        restore = scope.restore
-        if first:
-            scope.restore = lambda: (restore(), self.modules.clear())
-        return scope
-
-
 @cache
 def world() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -115,7 +95,6 @@ def products(run: str, *seeds: int) -> None:
 
 
 def begin(rank: int) -> None:
-    interpreter._patch_lang = PatchOnce()
     peer_memory._missing = lambda: ""
     peer_memory._device = lambda: torch.device("cpu")
     peer_memory.shared_memory = files().shared_memory
