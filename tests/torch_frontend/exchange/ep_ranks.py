@@ -17,6 +17,12 @@ PROGRAMS = (
     (2, "bf16", "sum", "combine"),
     (2, "bf16", "mean", "input"),
 )
+OVER_PAIRS = ("routings", "weights inside", "products of rows", "recipe mxfp8 in all transfers")
+"""Overlapped checks of both pairs of ranks, whose groups do not begin with rank 0; all checks have one group of all."""
+
+
+SLOW = ("compiled_layer[combine-both]",)
+"""The other compiled layers, and replicas without a compiler, run the same code."""
 
 
 def compiled_names_of_torchao() -> None:
@@ -30,8 +36,8 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
     return {
         **{
             f"equal_to_dense[{ep}-{run}-{prob_in}]": partial(ep_layer.equal_to_dense, ep, run, prob_in)
-            for ep in (1, 2, 4)
-            for run in ep_layer.RUNS
+            for ep, runs in ((1, ("mxfp8",)), (2, ("mxfp8",)), (4, ep_layer.RUNS))
+            for run in runs
             for prob_in in ("combine", "swiglu")
         },
         "reload_between_degrees": ep_layer.reload_between_degrees,
@@ -58,8 +64,9 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
         **{
             f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(ep_overlap.Poisoned(mesh_of(ep).get_group()))
-            for ep in (2, 4)
+            for ep, names in ((2, OVER_PAIRS), (4, ep_overlap.CHECKS))
             for name, how in ep_overlap.CHECKS.items()
+            if name in names
         },
         **{
             f"overlapped_layer[{ep}-{prob_in}]": partial(ep_overlap.layer, parallel_layer, ep, prob_in)
@@ -69,6 +76,7 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
             f"replicas[{ep}-{name}]": lambda ep=ep, how=how: how(mesh_of(ep).get_group())
             for ep in (2, 4)
             for name, how in ep_replicas.CHECKS.items()
+            if (ep, name) != (2, "recipes")
         },
         **{
             f"replicas_of_a_layer[{ep}-{prob_in}]": partial(ep_replicas.layer, parallel_layer, ep, prob_in)
@@ -84,8 +92,12 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         "other_styles": ep_refused.other_styles,
         "group_that_is_gone": ep_refused.group_that_is_gone,
         **{
-            f"compiled_layer[{prob_in}-{how}]": partial(ep_layer.compiled_layer, prob_in, how)
-            for prob_in, how in (("combine", None), ("swiglu", None), ("swiglu", "dispatch"), ("combine", "both"))
+            f"compiled_layer[{prob_in}-{how}]": partial(ep_layer.compiled_layer, prob_in, how, whole)
+            for prob_in, how, whole in (
+                ("combine", None, True),
+                ("swiglu", "dispatch", False),
+                ("combine", "both", True),
+            )
         },
         "compiled_names_of_torchao": compiled_names_of_torchao,
     }

@@ -30,7 +30,9 @@ def ranks(start_ranks: StartRanks) -> Ranks:
     return start_ranks(ep_ranks, RANKS)
 
 
-@pytest.mark.parametrize("check", ep_ranks.checks(RANKS))
+@pytest.mark.parametrize(
+    "check", [pytest.param(c, marks=[pytest.mark.slow] * (c in ep_ranks.SLOW)) for c in ep_ranks.checks(RANKS)]
+)
 def test_over_gloo(ranks: Ranks, check: str) -> None:
     ranks.run(check)
 
