@@ -26,7 +26,7 @@ from .fsdp_model import (
 
 
 def checkpoints_between_degrees() -> None:
-    """Weights and moments saved at EP 4, then EP 2, EP 1 and one process: the same bits, and the same answer."""
+    """Weights and moments saved at EP 4, then EP 2, and one process: the same bits, and the same answer."""
     found = [tempfile.mkdtemp()] if dist.get_rank() == 0 else [""]
     dist.broadcast_object_list(found)
     folder = Path(found[0])
@@ -35,18 +35,17 @@ def checkpoints_between_degrees() -> None:
     train(model, mine, 1, lambda _: optimizer)
     want, logits = state_of(model, optimizer), model(batch(9))
     save(model, optimizer, folder / "4")
-    for before, ep in ((4, 2), (2, 1)):
-        with torch.device("meta"):
-            model = Model()
-        shard_moe(model, mesh_of(ep), [Block]).to_empty(device="cpu")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        load(model, optimizer, folder / str(before))
-        require_equal(state_of(model, optimizer), want)
-        torch.testing.assert_close(model(batch(9)), logits, rtol=2**-8, atol=1e-6)
-        save(model, optimizer, folder / str(ep))
+    with torch.device("meta"):
+        model = Model()
+    shard_moe(model, mesh_of(2), [Block]).to_empty(device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    load(model, optimizer, folder / "4")
+    require_equal(state_of(model, optimizer), want)
+    torch.testing.assert_close(model(batch(9)), logits, rtol=2**-8, atol=1e-6)
+    save(model, optimizer, folder / "2")
     alone = Model()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-2)
-    load(alone, optimizer, folder / "1")
+    load(alone, optimizer, folder / "2")
     require_equal(state_of(alone, optimizer), want)
     torch.testing.assert_close(alone(batch(9)), logits, rtol=2**-8, atol=1e-6)
     dist.barrier()
