@@ -1,8 +1,5 @@
 """What runs an op: the device, the forced implementation, the sizes; prepared once per layouts."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -53,33 +50,6 @@ def test_a_forced_implementation_runs_or_raises() -> None:
         pass
     with pytest.raises(NotImplementedError, match="quantize_row: device: got meta"):
         calls.call(quantize.quantize_row, x.to("meta"))
-
-
-INTERPRETED = """
-import torch
-import torch._dynamo.testing
-from mxep.torch_frontend import capabilities, force_implementation, ops
-x = torch.randn(33, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-ids = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
-runs = [
-    lambda: ops.quantize_row(x),
-    lambda: ops.sort_by_expert(ids, 3),
-    lambda: (ops.permute_rows(x, ids),),
-    lambda: ops.quantize_both_fold(x[:32], ids[1:2] + 32),
-]
-for run in runs:
-    want = run()
-    with force_implementation("triton"):
-        assert capabilities()["quantize_row"].uses == "triton, interpreter"
-        assert capabilities()["quantize_both_fold"].uses == "quantize_row_fold, quantize_col, fold_groups"
-        assert all(torch.equal(g, w) for g, w in zip(run(), want, strict=True))
-"""
-
-
-def test_triton_runs_on_a_cpu_under_its_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
 
 
 @pytest.fixture

@@ -1,14 +1,9 @@
 """MXTensor carries bytes through autograd and torch.compile, and refuses to be a number."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from mxep.core_kernels.formats import Rounding
 from mxep.torch_frontend import MXTensor, ops
-from mxep.torch_frontend.products.gathered_rows import gathered_rows
 from torch import Tensor
 
 
@@ -36,30 +31,6 @@ def test_flatten_and_unflatten(x: Tensor) -> None:
     again = MXTensor.__tensor_unflatten__({n: getattr(mx, n) for n in names}, meta, mx.size(), mx.stride())
     assert torch.equal(again.dequantize(), mx.dequantize())
     assert again.orig_dtype == mx.orig_dtype
-
-
-LOAD = """
-import sys, torch
-from mxep.torch_frontend import MXTensor
-found = torch.load(sys.argv[1])
-assert found["packed"].q.untyped_storage().data_ptr() == found["packed"].sf.untyped_storage().data_ptr()
-torch.save({name: (type(mx) is MXTensor, mx.q, mx.sf, mx.orig_dtype) for name, mx in found.items()}, sys.argv[2])
-"""
-
-
-def test_a_saved_one_loads_in_a_new_process(x: Tensor, tmp_path: Path) -> None:
-    """With weights_only=True, which is the default of torch.load. Rows of a map are saved as rows."""
-    packed = MXTensor.quantize(x, packed=True)
-    row_map = torch.tensor([2, -1, 0], dtype=torch.int32)
-    gathered = gathered_rows(ops.quantize_row_packed(x, 0), row_map, torch.bfloat16)
-    saved = {"plain": MXTensor.quantize(x.float(), "floor"), "packed": packed, "gathered": gathered}
-    torch.save(saved, tmp_path / "saved")
-    subprocess.run([sys.executable, "-c", LOAD, tmp_path / "saved", tmp_path / "loaded"], check=True)
-    for name, (plain, q, sf, orig_dtype) in torch.load(tmp_path / "loaded").items():
-        assert plain
-        assert torch.equal(q, saved[name].q)
-        assert torch.equal(sf, saved[name].sf)
-        assert orig_dtype == saved[name].orig_dtype
 
 
 def test_gradients_pass_through_quantize_and_dequantize(x: Tensor) -> None:

@@ -45,16 +45,22 @@ def test_the_sample_of_an_op_is_valid(op: KernelOp) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name: str) -> None:
-    opcheck(getattr(ops, name), CASES[name]())
+    opcheck(getattr(ops, name), CASES[name](), test_utils=("test_schema", "test_faketensor"))
 
 
-# The dispatch that `opcheck` compares is compiled, without Dynamo.
+# All ops are registered by one function.
 TRACED_OFTEN = ("quantize_row", "row_map", "grouped_mm_mx", "swiglu_bwd_fold")
-
-
-@pytest.mark.parametrize(
+traced = pytest.mark.parametrize(
     "name", [name if name in TRACED_OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
+
+
+@traced
+def test_opcheck_of_autograd_and_traces(name: str) -> None:
+    opcheck(getattr(ops, name), CASES[name](), test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"))
+
+
+@traced
 def test_whole_graph(name: str) -> None:
     op, args = getattr(ops, name), CASES[name]()
     torch._dynamo.reset()

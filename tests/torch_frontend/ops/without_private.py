@@ -1,9 +1,9 @@
-"""The frontend without private names of torch, in forks of one process; `python without_private.py cpu|cuda`.
+"""The frontend without private names of torch, in forks of one process; `python without_private.py cpu [halves]|cuda`.
 
     torch imported --fork--> names hidden --> mxep.torch_frontend imported --> layer, forward and backward --> digest
 
-Prints a JSON object: what is hidden ("", a half of the names, or "all") -> the digest of all bytes, or the error. On a
-CPU "ranks" and "ranks all" are of two ranks that share the layer's experts.
+Prints a JSON object: what is hidden ("", a half of the names, or "all") -> the digest of all bytes, or the error.
+"ranks" and "ranks all" are of two ranks of a CPU that share the layer's experts.
 """
 
 import hashlib
@@ -151,14 +151,22 @@ def result(reader: int) -> str:
     return found
 
 
-def main(device: str) -> dict[str, str]:
-    return on_cpu() if device == "cpu" else on_gpu()
+def main(device: str, *halves: str) -> dict[str, str]:
+    if device == "cuda":
+        return on_gpu()
+    if halves:
+        return on_cpu({"": set(), **HALVES})
+    cases = {"": set(), "all": set(NAMES)}
+    return on_cpu(cases) | over_ranks(cases)
 
 
-def on_cpu() -> dict[str, str]:
-    cases = {"": set(), "all": set(NAMES), **HALVES}
-    found = {name: result(forked(hidden, lambda: layer("cpu") + errors())) for name, hidden in cases.items()}
-    for case in ("", "all"):
+def on_cpu(cases: dict[str, set[str]]) -> dict[str, str]:
+    return {name: result(forked(hidden, lambda: layer("cpu") + errors())) for name, hidden in cases.items()}
+
+
+def over_ranks(cases: dict[str, set[str]]) -> dict[str, str]:
+    found = {}
+    for case in cases:
         with tempfile.TemporaryDirectory() as folder:
             pair = [forked(cases[case], lambda i=i, at=f"{folder}/store": rank(i, 2, at)) for i in range(2)]
             found[f"ranks {case}".strip()] = " ".join(map(result, pair))
@@ -184,4 +192,4 @@ def on_gpu() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    print(json.dumps(main(*sys.argv[1:])))
