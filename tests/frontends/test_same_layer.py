@@ -1,4 +1,4 @@
-"""The layer of bf16 tokens has the same bytes in PyTorch, in JAX and under `jax.jit`, which may drop roundings to bf16.
+"""The layer of bf16 tokens has the same bytes in PyTorch and under `jax.jit`, which may drop roundings to bf16.
 
 The frameworks' matrix products add in orders of their own: of fp32 sums the last bit may differ, of their roundings to
 bf16 few. The tests allow that share of all values."""
@@ -65,7 +65,6 @@ def test_a_layer_of_bf16(options: dict[str, Any]) -> None:
         dparams, dx = backward(jnp.asarray(DY))
         return {"y": y, "x": dx, **named(dparams)}
 
-    eager, traced, others = run(params, jnp.asarray(X)), jax.jit(run)(params, X), of_torch(params, options)
-    for name, want in eager.items():
-        for got in (traced[name], others[name]):
-            assert (to_numpy(got) != to_numpy(want)).mean() < 0.002, name
+    traced = jax.jit(run)(params, X)
+    for name, want in of_torch(params, options).items():
+        assert (to_numpy(traced[name]) != to_numpy(want)).mean() < 0.002, name

@@ -186,9 +186,7 @@ def test_float32_parameters_get_float32_gradients() -> None:
         assert da.dtype == dw.dtype == torch.float32
 
 
-@pytest.mark.parametrize("wgrad_with_hp", [True, False])
-@pytest.mark.parametrize("mx_input", [True, False])
-@pytest.mark.parametrize("compute", ["exact", "fold"])
+@pytest.mark.parametrize(("compute", "mx_input", "wgrad_with_hp"), [("exact", True, True), ("fold", False, False)])
 def test_whole_graph_forward_and_backward(compute: Compute, wgrad_with_hp: bool, mx_input: bool) -> None:
     torch._dynamo.reset()
 
