@@ -40,15 +40,26 @@ def read(path: Path) -> dict[str, Record]:
 
 
 def store(name: str, record: Record) -> None:
-    """A line for each case, so that a commit shows which of them changed."""
-    lines = [f"{json.dumps(case)}: {json.dumps(entry)}" for case, entry in sorted(record.cases.items())]
+    """A line for each case, so that a commit shows which of them changed. The first word of a name is the frontend or
+    the architecture: cases that differ in it alone have one line."""
+    families: dict[str, Cases] = {}
+    for case, entry in sorted(record.cases.items()):
+        first, _, rest = case.partition(" ")
+        families.setdefault(rest, {})[first] = entry
+    lines = [f"{json.dumps(rest)}: {json.dumps(of)}" for rest, of in sorted(families.items())]
     text = f'{{\n"holds_for": {json.dumps(record.holds_for)},\n"cases": {{\n' + ",\n".join(lines) + "\n}\n}\n"
     (FOLDER / f"{name}.json").write_text(text)
 
 
 def stored(name: str) -> Record | None:
     path = FOLDER / f"{name}.json"
-    return Record(**json.loads(path.read_text())) if path.exists() else None
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    families = found["cases"].items()
+    return Record(
+        found["holds_for"], {f"{first} {rest}".strip(): e for rest, of in families for first, e in of.items()}
+    )
 
 
 def named(cases: Cases, words: list[str]) -> Cases:
