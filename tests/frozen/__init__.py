@@ -12,10 +12,10 @@
 | `sass` | instructions and resources of the CUDA kernels in the extension | version of nvcc |
 | `ptx` | PTX of the Triton kernels for Hopper and Blackwell | version of Triton |
 
-A record is a JSON file: for what its hashes hold, and by case the hashes of the inputs and of each output, with a line
-for both frontends, or architectures. Hashes that hold for another machine are not compared. The cases are taken from the tests and the benchmark: tests/gpu/cases.py,
-tests/conformance/layer/layers.py, tests/routed_layers.py, tests/kernels/cross_compile/test_cross_compile.py,
-benchmarks/cases/shapes.py.
+A record is a JSON file: for what its hashes hold, and by case the hashes of the inputs and of each output. A case has
+one line for both frontends, or for all architectures. Hashes that hold for another machine are not compared. The cases
+are taken from the tests and the benchmark: tests/gpu/cases.py, tests/conformance/layer/layers.py,
+tests/routed_layers.py, tests/kernels/cross_compile/test_cross_compile.py, benchmarks/cases/shapes.py.
 
     __main__.py --> jobs.py --processes--> worker.py: a module of sources/
                        '--> records.py --> equal | what differs

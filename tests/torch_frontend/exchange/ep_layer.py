@@ -28,12 +28,11 @@ from ..overlap import ep_overlap
 from .ep_refused import raises
 from .ep_world import HIDDEN, TOKENS, TOP_K, D, E, batch, mesh_of, parallel_layer
 
-RUNS = {name: recipe for name, recipe in ep_overlap.RUNS.items() if name != "bf16 in all transfers"}
 
-
-def equal_to_dense(ep: int, run: str, prob_in) -> None:
-    """Tokens distributed over the ranks give the answer and the gradients of one process with all tokens."""
-    recipe = RUNS[run]
+def equal_to_dense(run: str, prob_in) -> None:
+    """Tokens distributed over the ranks give the answer and the gradients of one process with all tokens. Other
+    recipes and numbers of ranks: tests/conformance/layer."""
+    recipe, ep = ep_overlap.RUNS[run], dist.get_world_size()
     torch.manual_seed(0)
     dense = MoE(D, HIDDEN, E, RouterConfig(TOP_K, prob_in=prob_in), recipe=recipe)
     moe, mesh = parallel_layer(ep, recipe, prob_in=prob_in)

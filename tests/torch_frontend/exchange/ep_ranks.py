@@ -35,9 +35,8 @@ def compiled_names_of_torchao() -> None:
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
     return {
         **{
-            f"equal_to_dense[{ep}-{run}-{prob_in}]": partial(ep_layer.equal_to_dense, ep, run, prob_in)
-            for ep, runs in ((1, ("mxfp8",)), (2, ("mxfp8",)), (4, ep_layer.RUNS))
-            for run in runs
+            f"equal_to_dense[{run}-{prob_in}]": partial(ep_layer.equal_to_dense, run, prob_in)
+            for run in ("mxfp8 folded", "mxfp8 in all transfers")
             for prob_in in ("combine", "swiglu")
         },
         "reload_between_degrees": ep_layer.reload_between_degrees,

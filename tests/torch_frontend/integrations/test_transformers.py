@@ -329,9 +329,8 @@ def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
     assert sqnr_db(losses["mxfp8"], losses["eager"]) > 40, losses
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_one_graph(name: str) -> None:
-    experts, inputs = model_of(name).get_submodule("model.layers.0.mlp.experts"), routing(E)
+def test_one_graph() -> None:
+    experts, inputs = model_of("gpt_oss").get_submodule("model.layers.0.mlp.experts"), routing(E)
     eager = run(experts, "mxfp8", *inputs)
     graph = run(torch.compile(experts, fullgraph=True, backend="aot_eager"), "mxfp8", *inputs)
     assert eager.keys() == {name.removeprefix("_orig_mod.") for name in graph}

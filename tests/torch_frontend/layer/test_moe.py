@@ -1,4 +1,4 @@
-"""The MoE layer against the same mathematics token by token, in plain torch."""
+"""The MoE layer: tokens alone and in batches, dtypes, statistics, graphs, autocast; values: tests/conformance/layer."""
 
 import copy
 
@@ -10,7 +10,6 @@ from mxep.torch_frontend.exchange.shards import Ranks
 from mxep.torch_frontend.ops import direct
 from torch import Tensor
 
-from ...compare import sqnr_db
 from ...layer_options import layer_options
 from ..exchange.ep_repeated import same_as_two_experts
 
@@ -26,41 +25,10 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(*shape, D, generator=torch.Generator().manual_seed(seed))
 
 
-def by_token(moe: MoE, x: Tensor) -> Tensor:
-    """y = sum over the chosen experts of p * w2 (silu(w1 x) * w3 x), all in fp32."""
-    scores = F.linear(x, moe.router.weight)
-    scores = scores.softmax(-1) if moe.router_config.score_func == "softmax" else scores.sigmoid()
-    chosen, experts = scores.topk(moe.router_config.top_k, -1)
-    if moe.router_config.normalize:
-        chosen = chosen / chosen.sum(-1, keepdim=True)
-    w1, w2, w3 = moe.experts.w1, moe.experts.w2, moe.experts.w3
-    rows = []
-    for t in range(len(x)):
-        y = [w2[e] @ (F.silu(w1[e] @ x[t]) * (w3[e] @ x[t])) for e in experts[t]]
-        rows.append((torch.stack(y) * chosen[t, :, None]).sum(0))
-    return torch.stack(rows)
-
-
 def gradients(moe: MoE, y: Tensor, x: Tensor) -> dict[str, Tensor]:
     names, parameters = zip(*moe.named_parameters(), strict=True)
     grads = torch.autograd.grad(y, [x, *parameters], tokens(*y.shape[:-1], seed=2).to(y.dtype))
     return dict(zip(("x", *names), grads, strict=True))
-
-
-@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])
-@pytest.mark.parametrize(("score_func", "normalize"), [("softmax", True), ("sigmoid", True), ("softmax", False)])
-def test_forward_and_backward(score_func, normalize: bool, prob_in) -> None:
-    """In bf16, the worst of 24 seeds: 44.9 dB, 42.5 dB for the router, whose gradient sums few terms, less 1. Draws of
-    the weights differ between versions of torch. tests/conformance/layer/test_layer.py has every recipe."""
-    moe = layer(score_func=score_func, normalize=normalize, prob_in=prob_in)
-    x = tokens(50).requires_grad_()
-    y, _ = moe(x)
-    want = by_token(moe, x)
-    assert (y.dtype, y.shape) == (x.dtype, x.shape)
-    got, exact = {"y": y} | gradients(moe, y, x), {"y": want} | gradients(moe, want, x)
-    measured = {name: sqnr_db(got[name], exact[name]) for name in got}
-    assert measured.pop("router.weight") > 41.5
-    assert min(measured.values()) > 44, measured
 
 
 def test_a_token_does_not_depend_on_its_batch() -> None:
@@ -162,10 +130,7 @@ def test_state_dict_is_plain() -> None:
 @pytest.mark.parametrize(
     ("recipe", "prob_in"),
     [
-        ("bf16", "combine"),
-        ("mxfp8", "combine"),
         ("mxfp8_wgrad_with_hp", "combine"),
-        ("mxfp8", "swiglu"),
         (Recipe.parse("mxfp8", compute="fold"), "swiglu"),
     ],
     ids=lambda value: value if isinstance(value, str) else "folded",
@@ -182,43 +147,13 @@ def test_whole_graph(recipe: Recipe | str, prob_in) -> None:
         assert torch.equal(gradient, exact[name]), name
 
 
-def test_training_lowers_the_loss() -> None:
-    moe, x = layer("mxfp8_wgrad_with_hp"), tokens(64)
-    target = by_token(layer(seed=5), x).detach()
-    optimizer = torch.optim.AdamW(moe.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(30):
-        y, stats = moe(x)
-        loss = F.mse_loss(y, target) + 0.01 * stats.aux_loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.5 * losses[0]
-
-
 @pytest.mark.parametrize(
     ("error", "message", "run"),
     [
-        (ValueError, r"MoE: dim: got 40; allowed: positive multiples of 32",
-         lambda: MoE(40, HIDDEN, E, RouterConfig(2))),
-        (ValueError, r"MoE: hidden_dim: got 0", lambda: MoE(D, 0, E, RouterConfig(2))),
         (ValueError, r"MoE: router: got top_k=9; allowed: 1 to num_experts = 8",
          lambda: MoE(D, HIDDEN, E, RouterConfig(9))),
-        (TypeError, r"RouterConfig: top_k: got 2.0; allowed: an int", lambda: RouterConfig(2.0)),  # type: ignore[arg-type]
-        (TypeError, r"RouterConfig: top_k: got True", lambda: RouterConfig(True)),
-        (ValueError, r"RouterConfig: score_func: got 'relu'", lambda: RouterConfig(2, score_func="relu")),  # type: ignore[arg-type]
-        (ValueError, r"RouterConfig: prob_in: got 'router'; allowed: 'combine', 'swiglu', 'input'",
-         lambda: RouterConfig(2, prob_in="router")),  # type: ignore[arg-type]
         (TypeError, r"MoE: router: got 2; allowed: a RouterConfig, such as RouterConfig\(top_k=2\)",
          lambda: MoE(D, HIDDEN, E, 2)),  # type: ignore[arg-type]
-        (TypeError, r"MoE: shared: got 64; allowed: a SharedExpert, or None",
-         lambda: MoE(D, HIDDEN, E, RouterConfig(2), shared=64)),  # type: ignore[arg-type]
-        (TypeError, r"SharedExpert: gate: got 1; allowed: a bool", lambda: SharedExpert(64, gate=1)),  # type: ignore[arg-type]
-        (ValueError, r"recipe: got 'fp4'; allowed: 'bf16'", lambda: MoE(D, HIDDEN, E, RouterConfig(2), recipe="fp4")),
-        (TypeError, r"recipe: got int", lambda: GroupedExperts(D, HIDDEN, E, recipe=8)),  # type: ignore[arg-type]
-        (TypeError, r"MoE: x: got dtype torch.float16", lambda: layer()(tokens(3).half())),
-        (ValueError, r"MoE: x: got shape \(3, 32\); allowed: \(..., 64\)", lambda: layer()(tokens(3)[:, :32])),
         (ValueError, r"scales: got 'float32' with operands 'mxfp8'; allowed: 'power_of_two'",
          lambda: Recipe.parse("mxfp8", scales="float32")),
         (ValueError, r"rounding: got FLOOR with operands 'fp8_blockwise'; allowed: RCEIL",

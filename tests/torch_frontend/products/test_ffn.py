@@ -203,22 +203,7 @@ def test_whole_graph(recipe: str) -> None:
 X, W1, W3, W2, PROB = (t.detach() for t in operands().values())
 TRAINED = W1.clone().requires_grad_()
 BAD = {
-    "half x": (TypeError, r"x: got dtype torch.float16", (X.half(), W1, W3, W2, ends())),
-    "D of x": (ValueError, r"x: got shape \(128, 32\); allowed: \(P, 64\)", (X[:, :32], W1, W3, W2, ends())),
-    "shape of w3": (
-        ValueError,
-        r"w3: got shape \(3, 64, 64\); allowed: \(3, 96, 64\)",
-        (X, W1, W3[:, :64], W2, ends()),
-    ),
-    "w2 transposed": (ValueError, r"w2: got shape \(3, 96, 64\)", (X, W1, W3, W1, ends())),
     "strided": (ValueError, r"w2: got strides .*; unpack_expert_weights unpacks", (X, W1, W3, W3.mT, ends())),
-    "F not of 32": (ValueError, r"w1: got F = 40", (X, W1[:, :40], W3[:, :40], W2[..., :40], ends())),
-    "int16 ends": (TypeError, r"group_ends: got dtype torch.int16", (X, W1, W3, W2, ends().short())),
-    "ends of another number": (
-        ValueError,
-        r"group_ends: got shape \(2,\); allowed: \(3,\)",
-        (X, W1, W3, W2, ends(1, 2)),
-    ),
     "past P": (ValueError, r"group_ends: got \[32, 32, 160\]", (X, W1, W3, W2, ends(32, 32, 160))),
     "unaligned": (
         ValueError,
@@ -226,7 +211,6 @@ BAD = {
         (X, TRAINED, W3, W2, ends(1, 2, 3), PROB, {"pad_token_groups": False}),
     ),
     "prob elsewhere": (ValueError, r"prob: got device meta", (X, W1, W3, W2, ends(), PROB.to("meta"))),
-    "shape of prob": (ValueError, r"prob: got shape \(1,\)", (X, W1, W3, W2, ends(), PROB[:1])),
     "recipe": (ValueError, r"recipe: got 'fp4'", (X, W1, W3, W2, ends(), PROB, {"recipe": "fp4"})),
     "pad": (TypeError, r"pad_token_groups: got 1", (X, W1, W3, W2, ends(), PROB, {"pad_token_groups": 1})),
 }

@@ -67,26 +67,6 @@ def test_rows_land_in_their_padded_groups(alignment: int, kind: str) -> None:
         assert (rows.sf[indices < 0] == 0).all()
 
 
-@pytest.mark.parametrize("last_dim", [K, 32])
-def test_unpermute_undoes_permute(last_dim: int) -> None:
-    padded_shape, _, indices, _, _ = permute(randn(ROWS, K))
-    y = randn(ROWS, 32, seed=1)
-    groups = ops.permute_rows(y, indices)
-    groups[indices < 0] = torch.nan
-    assert torch.equal(unpermute_hp_fwd_mxfp8_bwd(groups, indices, (padded_shape[0], last_dim)), y)
-
-
-def test_backward_is_the_adjoint() -> None:
-    x = randn(ROWS, K).requires_grad_()
-    padded_shape, rows, indices, _, _ = permute(x)
-    back = unpermute_hp_fwd_mxfp8_bwd(rows, indices, padded_shape)
-    grad = randn(ROWS, K, seed=1)
-    assert torch.equal(torch.autograd.grad(back, x, grad, retain_graph=True)[0], grad)
-    wide = randn(*rows.shape, seed=2)
-    (dx,) = torch.autograd.grad(rows, x, wide)
-    torch.testing.assert_close((dx.double() * x.double()).sum(), (wide.double() * rows.double()).sum())
-
-
 def test_the_gradient_of_mx_rows_is_wide_and_whole() -> None:
     x = randn(ROWS, K).requires_grad_()
     _, rows, indices, _, _ = permute(MXTensor.quantize(x))
