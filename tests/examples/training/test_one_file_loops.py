@@ -1,41 +1,39 @@
 """The loops of examples/training: short, they learn, and a checkpoint is resumed with other ranks."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from examples.training import torch_fsdp_ep
+from examples.training import jax_mesh, torch_fsdp_ep
+
+from ...ranks.fixture import StartRanks
+from .. import launched
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples" / "training"
 SMALL = ("--layers", "1", "--experts", "4", "--length", "32", "--batch", "8", "--lr", "1e-2")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | ENVIRONMENT
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300
-    )
-
-
-def losses_of(ran: subprocess.CompletedProcess[str]) -> dict[int, float]:
+def losses_of(printed: str) -> dict[int, float]:
     """The printed loss of each step."""
-    assert ran.returncode == 0, ran.stderr
-    return {
-        int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss ([\d.]+)", ran.stdout, re.MULTILINE)
-    }
+    found = re.findall(r"^step (\d+): loss ([\d.]+)", printed, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
 
 
-def fsdp(out: Path, ranks: int, ep: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    script = str(FOLDER / "torch_fsdp_ep.py")
-    return run(*launcher, script, *SMALL, "--steps", "6", "--ep", str(ep), "--out", str(out), *flags)
+@pytest.fixture
+def fsdp(start_ranks: StartRanks, tmp_path: Path) -> Callable[..., dict[int, float]]:
+    """The losses of a run on `ranks` ranks, with checkpoints in tmp_path."""
+
+    def train(ranks: int, ep: int, *flags: str) -> dict[int, float]:
+        arguments = [*SMALL, "--steps", "6", "--ep", str(ep), "--out", str(tmp_path), *flags]
+        return losses_of(launched.launch(start_ranks(launched, ranks, backend=None), torch_fsdp_ep.__name__, arguments))
+
+    return train
 
 
 def test_every_loop_is_short() -> None:
@@ -43,14 +41,14 @@ def test_every_loop_is_short() -> None:
     assert max(len(path.read_text().splitlines()) for path in loops) <= 250
 
 
-def test_fsdp_learns_and_resumes_with_other_ranks(tmp_path: Path) -> None:
-    whole = losses_of(fsdp(tmp_path, 4, 2, "--checkpoint-every", "3"))
+def test_fsdp_learns_and_resumes_with_other_ranks(tmp_path: Path, fsdp: Callable[..., dict[int, float]]) -> None:
+    whole = fsdp(4, 2, "--checkpoint-every", "3")
     assert list(whole) == [1, 2, 3, 4, 5, 6]
     # Measured: 2.03 less.
     assert whole[6] < whole[1] - 1
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "6"]
     shutil.rmtree(tmp_path / "6")
-    resumed = losses_of(fsdp(tmp_path, 2, 1, "--resume"))
+    resumed = fsdp(2, 1, "--resume")
     assert list(resumed) == [4, 5, 6]
     # Measured: 4e-4. The first loss depends on the loaded weights, the next two on the loaded moments too.
     assert [resumed[step] for step in (4, 5, 6)] == pytest.approx([whole[step] for step in (4, 5, 6)], abs=4e-3)
@@ -65,12 +63,14 @@ def test_bad_flags_of_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         torch_fsdp_ep.latest(tmp_path)
 
 
-def test_the_mesh_learns_the_same_on_any_mesh() -> None:
-    script = str(FOLDER / "jax_mesh.py")
-    one, four = (
-        losses_of(run(script, *SMALL, "--steps", "4", "--cpu-devices", devices, "--expert", expert))
-        for devices, expert in (("1", "1"), ("4", "2"))
-    )
+def test_the_mesh_learns_the_same_on_any_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """On one device in a process of its own, and on the four of this one."""
+    flags = [*SMALL, "--steps", "4"]
+    command = [sys.executable, str(FOLDER / "jax_mesh.py"), *flags, "--cpu-devices", "1"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    jax_mesh.train(jax_mesh.parse_args([*flags, "--expert", "2"]))
+    one, four = losses_of(ran.stdout), losses_of(capsys.readouterr().out)
     assert list(one) == [1, 2, 3, 4]
     # Measured: 1.67 less.
     assert one[4] < one[1] - 1
