@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.cases import BF16, DISTRIBUTIONS, seeded
-from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import every_shift
 from mxep.core_kernels.formats import BLOCK, Rounding
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.quantize.cases import MATRICES
 
 from .. import check
+from ..definitions import DEFINITIONS
 
 Ops = Mapping[str, Callable]
 
 
 def test_fold_every_element_by_every_shift(ops: Ops) -> None:
     q, sf = every_shift()
-    check.same_bytes(ops["fold_rows"](q, sf), fold_oracle.fold_rows(q, sf))
+    check.same_bytes(ops["fold_rows"](q, sf), DEFINITIONS["fold_rows"](q, sf))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 32), (37, 544), (3, 5, 96)])
@@ -30,7 +30,7 @@ def test_fold_shapes(ops: Ops, shape: tuple[int, ...]) -> None:
     rng = np.random.default_rng(3)
     q = rng.integers(0, 256, shape, np.uint8)
     sf = rng.integers(100, 140, (*shape[:-1], shape[-1] // BLOCK), np.uint8)
-    check.same_bytes(ops["fold_rows"](q, sf), fold_oracle.fold_rows(q, sf))
+    check.same_bytes(ops["fold_rows"](q, sf), DEFINITIONS["fold_rows"](q, sf))
 
 
 def test_a_nan_block_stays_nan_and_leaves_the_others_alone(ops: Ops) -> None:
@@ -51,7 +51,7 @@ def test_the_first_256_values_count_as_larger_with_a_headroom(ops: Ops, k: int, 
     sf[:4, :8], sf[4:8] = 255, rng.integers(248, 255, (4, k // BLOCK))
     q = rng.integers(0, 256, (64, k), np.uint8)
     qf, row_sf = ops["fold_rows"](q, sf, headroom=headroom)
-    check.same_bytes((qf, row_sf), fold_oracle.fold_rows(q, sf, headroom))
+    check.same_bytes((qf, row_sf), DEFINITIONS["fold_rows"](q, sf, headroom))
     for row, scale in zip(sf.tolist(), row_sf.tolist(), strict=True):
         raised = [min(s + headroom, 254) if i < 8 else s for i, s in enumerate(row) if s != 255]
         assert scale == max(raised, default=255)
@@ -73,16 +73,16 @@ def test_a_headroom_of_quantized_rows(ops: Ops, headroom: int) -> None:
     x = MATRICES["all_bf16_shuffled"]
     x = np.concatenate([x.reshape(-1, 1024), np.zeros((4, 1024), x.dtype)])
     got = ops["quantize_row_fold"](x, headroom=headroom)
-    check.same_bytes(got, fold_oracle.fold_rows(*quantize_oracle.quantize_row(x), headroom))
+    check.same_bytes(got, DEFINITIONS["fold_rows"](*quantize_oracle.quantize_row(x), headroom))
 
 
 @pytest.mark.parametrize("rounding", Rounding, ids=lambda r: r.name.lower())
 @pytest.mark.parametrize("name", MATRICES)
 def test_quantize_row_fold(ops: Ops, name: str, rounding: Rounding) -> None:
     x = MATRICES[name]
-    want = fold_oracle.fold_rows(*quantize_oracle.quantize_row(x, rounding, True))
+    want = DEFINITIONS["fold_rows"](*quantize_oracle.quantize_row(x, rounding, True))
     check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding, satfinite=True), want)
-    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), fold_oracle.quantize_row_fold(x, rounding))
+    check.same_bytes(ops["quantize_row_fold"](x, rounding=rounding), DEFINITIONS["quantize_row_fold"](x, rounding))
 
 
 @given(data=st.data())

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels.cases import BF16, MODES
-from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import COURSES, SPANNED, WIDE_COURSES
 from mxep.core_kernels.formats import BLOCK, spans
 from mxep.core_kernels.quantize.cases import MATRICES, ROW_ONLY
 
 from .. import check
+from ..definitions import DEFINITIONS
 
 pytestmark = pytest.mark.composed
 Ops = Mapping[str, Callable]
@@ -22,7 +22,7 @@ SMALL = {name: x for name, x in MATRICES.items() if x.ndim == 2 and name not in 
 
 
 def assert_composed(ops: Ops, x: Array, ends: Array, **mode: int) -> None:
-    check.same_bytes(ops["quantize_both_fold"](x, ends, **mode), fold_oracle.quantize_both_fold(x, ends, **mode))
+    check.same_bytes(ops["quantize_both_fold"](x, ends, **mode), DEFINITIONS["quantize_both_fold"](x, ends, **mode))
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from mxep.core_kernels.cases import BF16, MODES, normal, seeded
-from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import COURSES
 from mxep.core_kernels.quantize.cases import MATRICES
 
 from .. import check
+from ..definitions import DEFINITIONS
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
@@ -17,7 +17,7 @@ KINDS = ("all_bf16_shuffled", "random_bits_fp32", "nan_signs_and_inf", "smallest
 
 
 def assert_composed(ops: Ops, x: Array, **mode: int) -> None:
-    check.same_bytes(ops["quantize_matrix_fold"](x, **mode), fold_oracle.quantize_matrix_fold(x, **mode))
+    check.same_bytes(ops["quantize_matrix_fold"](x, **mode), DEFINITIONS["quantize_matrix_fold"](x, **mode))
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels.cases import MODES, seeded
-from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import COURSES, SPANNED
 from mxep.core_kernels.formats import BLOCK, packed_width, spans
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from .. import check
+from ..definitions import DEFINITIONS
 
 Ops = Mapping[str, Callable]
 Array = np.ndarray
@@ -25,7 +25,7 @@ def mapped(rows: int, out_rows: int = 1440) -> Array:
 
 
 def assert_defined(ops: Ops, *arrays: Array, **mode: int) -> None:
-    check.same_bytes(ops["permute_mx_col_fold"](*arrays, **mode), fold_oracle.permute_mx_col_fold(*arrays, **mode))
+    check.same_bytes(ops["permute_mx_col_fold"](*arrays, **mode), DEFINITIONS["permute_mx_col_fold"](*arrays, **mode))
 
 
 @pytest.mark.parametrize("k", [32, 128, 160])
@@ -35,7 +35,7 @@ def test_rows_of_any_bytes(ops: Ops, k: int) -> None:
     packed[7, k:] = 255
     row_map = mapped(40, 96)
     row_map[:2] = 7, -1
-    check.same_bytes(ops["permute_mx_fold"](packed, row_map), fold_oracle.permute_mx_fold(packed, row_map))
+    check.same_bytes(ops["permute_mx_fold"](packed, row_map), DEFINITIONS["permute_mx_fold"](packed, row_map))
 
 
 @pytest.mark.composed

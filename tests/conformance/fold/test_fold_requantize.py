@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from mxep.core_kernels.cases import MODES, seeded
-from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import COURSES, SPANNED
 from mxep.core_kernels.formats import BLOCK, spans
 from mxep.core_kernels.quantize import oracle as quantize_oracle
 
 from .. import check
+from ..definitions import DEFINITIONS
 
 pytestmark = pytest.mark.composed
 Ops = Mapping[str, Callable]
@@ -21,7 +21,7 @@ Array = np.ndarray
 
 
 def assert_defined(ops: Ops, *arrays: Array, **mode: int) -> None:
-    check.same_bytes(ops["requantize_col_fold"](*arrays, **mode), fold_oracle.requantize_col_fold(*arrays, **mode))
+    check.same_bytes(ops["requantize_col_fold"](*arrays, **mode), DEFINITIONS["requantize_col_fold"](*arrays, **mode))
 
 
 @pytest.mark.parametrize("ends", SPANNED)

@@ -8,6 +8,7 @@ WIRE                 name -> Wire     rows of four ranks, and how many go where
 """
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def precision(run: str, sums: str) -> ffn.Precision:
 # --- the experts' feed-forward ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashable: the references of a case are computed once
 class FeedForward:
     """x and dout (P, D) bf16, fp32 weights w1, w3 (G, F, D), w2 (G, D, F), and b1, b3 (G, F), b2 (G, D) if there are
     biases, prob (P,) fp32. numbers: of SwiGLU."""
@@ -49,15 +50,20 @@ class FeedForward:
 
     def reference(self, run: str, sums: str = "exact") -> dict[str, Array]:
         """The quantized definition: "out", and the gradients of x, of the weights, of prob and of the biases."""
-        weights = (self.weights[name] for name in ("w1", "w3", "w2"))
-        biases = {name: self.weights.get(name) for name in ("b1", "b3", "b2")}
-        numbers = tuple(self.numbers.get(name, value) for name, value in ffn.NUMBERS.items())
-        after = ffn.Epilogues(**biases, numbers=numbers)
-        arguments = self.x, *weights, self.group_ends, self.prob, precision(run, sums), after
-        grads = ffn.swiglu_ffn_vjp(self.dout, *arguments)
-        results = dict(zip(("x", "w1", "w3", "w2", "prob", "b1", "b3", "b2"), grads, strict=True))
-        given = {name: value for name, value in results.items() if biases.get(name, value) is not None}
-        return {"out": ffn.swiglu_ffn(*arguments)} | given
+        return _of_feed_forward(self, run, sums)
+
+
+@cache
+def _of_feed_forward(case: FeedForward, run: str, sums: str) -> dict[str, Array]:
+    weights = (case.weights[name] for name in ("w1", "w3", "w2"))
+    biases = {name: case.weights.get(name) for name in ("b1", "b3", "b2")}
+    numbers = tuple(case.numbers.get(name, value) for name, value in ffn.NUMBERS.items())
+    after = ffn.Epilogues(**biases, numbers=numbers)
+    arguments = case.x, *weights, case.group_ends, case.prob, precision(run, sums), after
+    grads = ffn.swiglu_ffn_vjp(case.dout, *arguments)
+    results = dict(zip(("x", "w1", "w3", "w2", "prob", "b1", "b3", "b2"), grads, strict=True))
+    given = {name: value for name, value in results.items() if biases.get(name, value) is not None}
+    return {"out": ffn.swiglu_ffn(*arguments)} | given
 
 
 def _feed_forward(name: str, sizes: list[int], rows: int, numbers: dict[str, float] | None = None) -> FeedForward:
@@ -84,7 +90,7 @@ FFN_WITH_BIASES = _feed_forward("ffn_with_biases", [20, 0, 45], 80, {"alpha": 1.
 # --- a whole layer ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layer:
     """x and dy (T, D), fp32 parameters; T is a multiple of 4, so that 1, 2 and 4 ranks can share the tokens."""
 
@@ -116,18 +122,28 @@ class Layer:
 
     def unquantized(self) -> dict[str, Array]:
         """ "y" and the gradients in fp64 without any rounding."""
-        arguments = self.x, layer_oracle.Parameters(**self.params), self.choice
-        dx, grads = layer_oracle.moe_layer_vjp(self.dy, *arguments)
-        named = {name: getattr(grads, name) for name in self.params}
-        return {"y": layer_oracle.moe_layer(*arguments), "x": dx, **named}
+        return _unquantized(self)
 
     def reference(self, run: str, sums: str = "exact") -> dict[str, Array]:
         """The quantized definition: "y" and the gradients."""
-        parameters = layer_oracle.Parameters(**self.params)
-        options = layer_oracle.Options(self.choice, precision(run, sums), self.prob_in)
-        dx, grads = layer_oracle.quantized_layer_vjp(self.dy, self.x, parameters, options)
-        named = {name: getattr(grads, name) for name in self.params}
-        return {"y": layer_oracle.quantized_layer(self.x, parameters, options), "x": dx, **named}
+        return _of_layer(self, run, sums)
+
+
+@cache
+def _unquantized(case: Layer) -> dict[str, Array]:
+    arguments = case.x, layer_oracle.Parameters(**case.params), case.choice
+    dx, grads = layer_oracle.moe_layer_vjp(case.dy, *arguments)
+    named = {name: getattr(grads, name) for name in case.params}
+    return {"y": layer_oracle.moe_layer(*arguments), "x": dx, **named}
+
+
+@cache
+def _of_layer(case: Layer, run: str, sums: str) -> dict[str, Array]:
+    parameters = layer_oracle.Parameters(**case.params)
+    options = layer_oracle.Options(case.choice, precision(run, sums), case.prob_in)
+    dx, grads = layer_oracle.quantized_layer_vjp(case.dy, case.x, parameters, options)
+    named = {name: getattr(grads, name) for name in case.params}
+    return {"y": layer_oracle.quantized_layer(case.x, parameters, options), "x": dx, **named}
 
 
 def _layer(

@@ -7,7 +7,9 @@ swiglu_ffn     ffn.py of the reference                            dB of each res
 """
 
 from collections import Counter
+from functools import cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -52,6 +54,18 @@ def products(
     return out, *product_oracle.grouped_mm_vjp(dout, a, b_t, group_ends, form, recipe.wgrad_mx, *rest)
 
 
+@cache
+def case_of(name: str, run: str, mx: str) -> tuple[tuple[Any, ...], tuple[Array, ...], tuple[Array, ...]]:
+    """For all backends: the arguments of the product, its results in fp64, and the sums of magnitudes."""
+    case, recipe = GEMMS[name], RUNS[run]
+    a: Rows = quantize_oracle.quantize_row(case.lhs) if mx == "mx" else case.lhs
+    dout: Rows = quantize_oracle.quantize_row(case.dout) if mx == "mx" else case.dout
+    b_t = np.swapaxes(case.rhs_t, 1, 2)
+    exact = products(a, b_t, case.group_ends, dout, recipe, "float64")
+    sizes = products(magnitude(a), np.abs(b_t), case.group_ends, magnitude(dout), recipe, "float64")
+    return (a, b_t, case.group_ends, dout, recipe), exact, sizes
+
+
 # JAX compiles every shape. Cases that share one are run with every recipe and operand. A case with a shape of its own
 # is run with floats in every recipe, and with MXFP8 rows in "mxfp8", which reads their bytes, and in "bf16". Recipes
 # other than these two and the default one are slow.
@@ -71,23 +85,18 @@ PRODUCTS = [
 def test_grouped_mm_and_its_gradients(frontend: ModuleType, backend: str, name: str, run: str, mx: str) -> None:
     """mx: the activations and the gradient are received quantized, as from a dispatch and from a combine."""
     case, recipe = GEMMS[name], RUNS[run]
-    a: Rows = quantize_oracle.quantize_row(case.lhs) if mx == "mx" else case.lhs
-    dout: Rows = quantize_oracle.quantize_row(case.dout) if mx == "mx" else case.dout
-    b_t = np.swapaxes(case.rhs_t, 1, 2)
-    results = frontend.grouped_mm(a, b_t, case.group_ends, dout, recipe)
-
-    exact = products(a, b_t, case.group_ends, dout, recipe, "float64")
-    sizes = products(magnitude(a), np.abs(b_t), case.group_ends, magnitude(dout), recipe, "float64")
+    arguments, exact, sizes = case_of(name, run, mx)
+    results = frontend.grouped_mm(*arguments)
     fp8 = recipe.form("cpu") in check.FP8_FORMS
     chain = check.fp8_chain(backend) if fp8 else 0
     assert all(got.dtype == BF16 for got in results)
-    for got, want, size, k in zip(results, exact, sizes, (case.lhs.shape[1], b_t.shape[2]), strict=False):
+    for got, want, size, k in zip(results, exact, sizes, (case.lhs.shape[1], case.rhs_t.shape[1]), strict=False):
         check.gemm_bound(got, want, size, k, chain)
     for got, want, size, k in zip(results[2], exact[2], sizes[2], np.diff(case.group_ends, prepend=0), strict=True):
         check.gemm_bound(got, want, size, int(k), chain)
     if fp8 and check.sums(backend) == "sm_90":
         of_fp8 = slice(3 if recipe.wgrad_mx else 2)  # otherwise the weight gradient is a bf16 product
-        want = products(a, b_t, case.group_ends, dout, recipe, sums="sm_90")
+        want = products(*arguments, sums="sm_90")
         check.same_bytes(results[of_fp8], want[of_fp8])
 
 

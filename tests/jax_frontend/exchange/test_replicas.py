@@ -1,7 +1,8 @@
 """A token is sent once to each rank: "dispatch" has the bytes of None, "both" the oracle's; on four devices."""
 
 import re
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -61,6 +62,34 @@ def joined(arrays: Any) -> np.ndarray:
     return np.concatenate(list(arrays))
 
 
+@cache
+def program(
+    ranks: int, name: str, weighted: bool, how: Deduplicate, capacity: int | None, transport: Transport
+) -> Callable[..., Any]:
+    """Compiled for all routings."""
+
+    def of_a_rank(
+        factors: jax.Array, x: jax.Array, experts: jax.Array, probs: jax.Array, dy: jax.Array
+    ) -> tuple[Any, ...]:
+        def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
+            order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
+            tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
+            options |= {"transport": transport, "on_overflow": "drop"}
+            groups, _, route = dispatch(tokens, counts, axis_name="ep", deduplicate=how, **options)
+            row = jnp.arange(groups.shape[0])[:, None]
+            local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)
+            out = multiply(groups, factors[local])
+            sent = jax.lax.stop_gradient((dispatch_probs(probs, route), groups))
+            return combine(out, route, probs if weighted else None), sent
+
+        y, backward, (inside, groups) = jax.vjp(layer, x, probs, has_aux=True)
+        bytes_of = (groups.q, groups.sf) if isinstance(groups, MXArray) else groups
+        return y, *backward(dy), inside, bytes_of
+
+    mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
+    return jax.jit(jax.shard_map(of_a_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+
+
 def run(
     cases: list[Case],
     name: str,
@@ -70,28 +99,9 @@ def run(
     transport: Transport = "all_to_all",
 ) -> list[np.ndarray]:
     """y, dx and dprobs of all ranks; the probabilities in the groups; the groups, or their bytes."""
-    ranks, factors = len(cases), jnp.asarray(cases[0].factors)
-
-    def of_a_rank(x: jax.Array, experts: jax.Array, probs: jax.Array, dy: jax.Array) -> tuple[Any, ...]:
-        def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
-            order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
-            tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
-            options |= {"transport": transport, "on_overflow": "drop"}
-            groups, _, route = dispatch(tokens, counts, axis_name="ep", deduplicate=how, **options)
-            row = jnp.arange(groups.shape[0])[:, None]
-            local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)
-            out = multiply(groups, factors[jax.lax.axis_index("ep") * LOCAL + local])
-            sent = jax.lax.stop_gradient((dispatch_probs(probs, route), groups))
-            return combine(out, route, probs if weighted else None), sent
-
-        y, backward, (inside, groups) = jax.vjp(layer, x, probs, has_aux=True)
-        bytes_of = (groups.q, groups.sf) if isinstance(groups, MXArray) else groups
-        return y, *backward(dy), inside, bytes_of
-
-    mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
-    program = jax.jit(jax.shard_map(of_a_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
-    results = program(*(jnp.asarray(joined(getattr(c, n) for c in cases)) for n in ("x", "experts", "probs", "dy")))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(results)]
+    of_ranks = (jnp.asarray(joined(getattr(c, n) for c in cases)) for n in ("x", "experts", "probs", "dy"))
+    compiled = program(len(cases), name, weighted, how, capacity, transport)
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(compiled(jnp.asarray(cases[0].factors), *of_ranks))]
 
 
 def cases_of(routing: str, ranks: int) -> list[Case]:

@@ -37,12 +37,14 @@ def loss(params, x):
     return (y**2).mean() + 0.01 * stats.aux_loss
 
 
+GRADIENT = jax.jit(jax.grad(loss))
+
+
 def test_a_program_is_serialized_as_it_is() -> None:
     """Forward and gradient, and the gradient of what was serialized. The checks of values are no effect."""
-    gradient = jax.jit(jax.grad(loss))
-    exported = export.export(gradient, disabled_checks=export_checks())(PARAMS, X)
+    exported = export.export(GRADIENT, disabled_checks=export_checks())(PARAMS, X)
     loaded = export.deserialize(exported.serialize())
-    want = gradient(PARAMS, X)
+    want = GRADIENT(PARAMS, X)
     jax.tree.map(np.testing.assert_array_equal, loaded.call(PARAMS, X), want)
     forward = export.export(jax.jit(loss), disabled_checks=export_checks())(PARAMS, X)
     again = jax.grad(export.deserialize(forward.serialize(vjp_order=1)).call)(PARAMS, X)
@@ -56,8 +58,10 @@ def symbolic(symbols: str, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 WITH_SHARED = {"recipe": "bf16", "router": RouterConfig(2, prob_in="combine"), "shared": SharedExpert(32)}
 
 
-@pytest.mark.parametrize("changes", [{}, WITH_SHARED], ids=["default", "shared"])
-def test_one_program_for_every_number_of_tokens(changes: dict) -> None:
+@pytest.mark.parametrize(
+    ("changes", "batches"), [({}, [(1, 1), (3, 50)]), (WITH_SHARED, [(3, 50)])], ids=["default", "shared"]
+)
+def test_one_program_for_every_number_of_tokens(changes: dict, batches: list[tuple[int, int]]) -> None:
     """Forward and gradients of the layer, with the bytes of the program of a number."""
     config = dataclasses.replace(CONFIG, **changes)
     params = moe.init(jax.random.key(0), config)
@@ -69,7 +73,7 @@ def test_one_program_for_every_number_of_tokens(changes: dict) -> None:
     step = jax.jit(jax.value_and_grad(loss, (0, 1)))
     exported = export.export(step, disabled_checks=export_checks())(params, symbolic("B, S"))
     loaded = export.deserialize(exported.serialize())
-    for batch in ((1, 1), (3, 50)):
+    for batch in batches:
         x = normal(*batch, 64, dtype="float32")
         jax.tree.map(np.testing.assert_array_equal, loaded.call(params, x), step(params, x))
 
@@ -139,7 +143,7 @@ def test_policies_save_what_they_name() -> None:
 
 def test_a_policy_changes_no_byte() -> None:
     layer = jax.jit(jax.grad(jax.checkpoint(loss, policy=save_mx_rows)))
-    jax.tree.map(np.testing.assert_array_equal, layer(PARAMS, X), jax.jit(jax.grad(loss))(PARAMS, X))
+    jax.tree.map(np.testing.assert_array_equal, layer(PARAMS, X), GRADIENT(PARAMS, X))
 
 
 @pytest.mark.parametrize("platform", ["tpu", "rocm"])

@@ -1,4 +1,5 @@
-"""The checks that tests/gpu/exchange/test_sharded.py runs on GPUs, on two CPU devices."""
+"""The checks that tests/gpu/exchange/test_sharded.py runs on GPUs, on two CPU devices. On four devices, and more of it:
+../ops/test_split.py, test_sharded.py and ../exchange/test_peer_memory.py."""
 
 from collections.abc import Callable
 
@@ -7,6 +8,8 @@ import pytest
 from jax.sharding import AxisType
 
 from ...gpu.exchange.sharded import CHECKS
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

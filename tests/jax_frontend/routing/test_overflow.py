@@ -69,7 +69,7 @@ def run(layer_config: MoEConfig) -> dict[str, Any]:
     ("transport", "deduplicate", "recipe", "prob_in"),
     [
         ("all_to_all", None, "mxfp8", "swiglu"),
-        ("all_to_all", None, "mxfp8", "input"),
+        ("all_to_all", None, "bf16", "input"),
         ("all_to_all", "dispatch", "mxfp8", "swiglu"),
         ("all_to_all", "both", "mxfp8_wgrad_with_hp", "combine"),
         ("peer_memory", None, "bf16", "combine"),
