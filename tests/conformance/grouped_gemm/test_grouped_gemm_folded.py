@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from mxep.core_kernels import oracle_math
-from mxep.core_kernels.cases import BF16, DISTRIBUTIONS, seeded
+from mxep.core_kernels.cases import seeded
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold.cases import SPANNED, every_shift
 from mxep.core_kernels.formats import BLOCK, SPAN
@@ -237,37 +237,3 @@ def test_a_bias_beside_scales_far_apart(ops: Ops, row: int, col: int, out_dtype:
     sf, ends = np.full(40, row, np.uint8), np.int32([40])
     got = ops["grouped_mm_fold_bias"](ones, sf, rhs, rhs_sf, bias, ends, out_dtype=out_dtype)
     np.testing.assert_array_equal(got.astype(np.float32), np.full((40, 8), product + bias[0, 0]))
-
-
-# --- what folding costs ----------------------------------------------------------------------------------
-
-
-def floor_db(exact: Array) -> float:
-    """The dB of rounding the exact product to bf16."""
-    return check.sqnr_db(oracle_math.round_to(exact, "bfloat16"), exact)
-
-
-@needs("grouped_mm_fold")
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_a_folded_product_in_bf16_is_at_the_floor_of_rounding(ops: Ops, distribution: str) -> None:
-    """Within 0.5 dB of the bf16-rounding floor, against the product of the unfolded operands."""
-    rng, ends = seeded(f"tell {distribution}"), np.int32([64, 160])
-    lhs = DISTRIBUTIONS[distribution](rng, (160, 2048)).astype(BF16)
-    rhs = DISTRIBUTIONS["normal"](rng, (2, 96, 2048)).astype(BF16)
-    a, b = quantize_oracle.quantize_row(lhs), quantize_oracle.quantize_row(rhs)
-    exact = grouped_gemm_oracle.grouped_mm_mx(*a, *b, ends, "float64")
-    got = ops["grouped_mm_fold"](*fold_oracle.fold_rows(*a), *fold_oracle.fold_rows(*b), ends)
-    assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5
-
-
-@needs("grouped_wgrad_fold")
-@pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_a_folded_weight_gradient_in_bf16_is_at_the_floor_of_rounding(ops: Ops, distribution: str) -> None:
-    rng, ends = seeded(f"wgrad {distribution}"), np.int32([1024, 1024, 2048])
-    dout = DISTRIBUTIONS["normal"](rng, (2048, 96)).astype(BF16)
-    lhs = DISTRIBUTIONS[distribution](rng, (2048, 64)).astype(BF16)
-    a, b = quantize_oracle.quantize_col(dout), quantize_oracle.quantize_col(lhs)
-    exact = grouped_gemm_oracle.grouped_wgrad_mx(*a, *b, ends, "float64")
-    folded = [fold_oracle.fold_groups(*pair, ends) for pair in (a, b)]
-    got = ops["grouped_wgrad_fold"](*folded[0], *folded[1], ends)
-    assert check.sqnr_db(got, exact) >= floor_db(exact) - 0.5

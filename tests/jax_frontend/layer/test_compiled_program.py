@@ -196,25 +196,20 @@ def test_the_companions_are_compiled_away(gradient: Program) -> None:
     assert not made & carriers
 
 
-@pytest.mark.parametrize("prob_in", ["combine", "swiglu"])  # "input" has a row per token and expert
-def test_on_one_device_a_row_is_moved_once_each_way(prob_in: str) -> None:
-    """T rows are quantized, copied into the groups as bytes and summed out of them, whatever K is."""
-    config = dataclasses.replace(CONFIG, router=dataclasses.replace(CONFIG.router, prob_in=prob_in))
+def test_on_one_device_a_row_is_moved_once_each_way() -> None:
+    """T rows are quantized, copied into the groups as bytes and summed out of them, whatever K is. Probabilities inside
+    the experts: test_compile_size.py."""
 
     def loss(params, x):
-        return (moe.apply(params, x, config)[0] ** 2).sum()
+        return (moe.apply(params, x, CONFIG)[0] ** 2).sum()
 
-    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config))
+    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), CONFIG))
     x = jax.ShapeDtypeStruct((TOKENS, DIM), jnp.float32)
     program = Program(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, x).compile().as_text())
-    inside = prob_in == "swiglu"
-    # The gradients of both products; with probabilities at the end, each group's row has its own gradient.
-    assert calls(program, "quantize_row") == {
-        "quantize_row": 2, "quantize_row_packed": 2 if inside else 1,
-    }  # fmt: skip
-    assert calls(program, "permute_mx") == {"permute_mx": 2 if inside else 1}
-    assert calls(program, "combine") == ({"combine": 2} if inside else {"combine": 2, "combine_bwd_row": 1})
-    assert calls(program, "permute_rows") == ({"permute_rows": 2} if inside else {}), "probabilities there and back"
+    # The gradients of both products; each group's row has its own gradient.
+    assert calls(program, "quantize_row") == {"quantize_row": 2, "quantize_row_packed": 1}
+    assert calls(program, "permute") == {"permute_mx": 1}
+    assert calls(program, "combine") == {"combine": 2, "combine_bwd_row": 1}
     assert not program.of("all-to-all")
 
 

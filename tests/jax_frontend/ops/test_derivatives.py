@@ -107,7 +107,7 @@ def test_disable_jit_changes_nothing_in_shard_map() -> None:
     """Though eager shard_map takes no custom_vjp with symbolic zeros."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
     layer = jax.shard_map(
-        lambda x, w: grouped_mm(x, w, ENDS // 2), mesh=mesh, in_specs=(P("ep"), P()), out_specs=P("ep")
+        lambda x, w: grouped_mm(x, w, ENDS // 2, recipe="bf16"), mesh=mesh, in_specs=(P("ep"), P()), out_specs=P("ep")
     )
     with jax.disable_jit():
         got = layer(X, W)

@@ -116,39 +116,6 @@ def test_shard_map_with_its_defaults_sees_what_varies(axis_type: AxisType) -> No
     np.testing.assert_array_equal(jax.jit(sharded)(*placed), expected)
 
 
-# 100 rows: less than a tile. 300: the last tile is moved back over rows of an earlier group. 0 and 1 row groups.
-SIZES = [(100, [40, 0, 60]), (300, [129, 1, 0, 127]), (300, [0, 0, 300]), (257, [256, 1]), (130, [0, 0]), (0, [0])]
-
-
-@pytest.mark.parametrize(("rows", "sizes"), SIZES)
-def test_a_grouped_gemm_reads_its_groups_rows_and_no_others(rows: int, sizes: list[int]) -> None:
-    """Small integers, so fp32 sums are exact; rows past the last group are NaN and must come out as zeros."""
-    rng = np.random.default_rng(0)
-    ends = np.cumsum(sizes)
-    lhs, dout = (rng.integers(-8, 9, (rows, n)).astype(np.float32) for n in (32, 64))
-    lhs[ends[-1] :] = dout[ends[-1] :] = np.nan
-    rhs_t = rng.integers(-8, 9, (len(sizes), 64, 32)).astype(np.float32)
-    out, wgrad = np.zeros((rows, 64), np.float32), np.zeros_like(rhs_t)
-    for g, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        out[start:end] = lhs[start:end] @ rhs_t[g].T
-        wgrad[g] = dout[start:end].T @ lhs[start:end]
-    bf16_lhs, bf16_rhs_t, bf16_dout = (jnp.asarray(x, jnp.bfloat16) for x in (lhs, rhs_t, dout))
-    group_ends = jnp.asarray(ends, jnp.int32)
-    got = jax.jit(lambda *a: ops.grouped_mm_bf16(*a, out_dtype="float32"))(bf16_lhs, bf16_rhs_t, group_ends)
-    np.testing.assert_array_equal(got, out)
-    got = jax.jit(lambda *a: ops.grouped_wgrad_bf16(*a, out_dtype="float32"))(bf16_dout, bf16_lhs, group_ends)
-    np.testing.assert_array_equal(got, wgrad)
-
-
-def test_a_nan_stays_in_its_row() -> None:
-    lhs, rhs_t = floats(64, 32).at[5].set(jnp.nan), floats(2, 32, 32, seed=1)
-    dout = floats(64, 32, seed=2)
-    out = ops.grouped_mm_bf16(lhs, rhs_t, jnp.array([5, 64], jnp.int32))
-    assert np.flatnonzero(np.isnan(out.astype(np.float32)).any(1)).tolist() == [5]
-    wgrad = ops.grouped_wgrad_bf16(dout, lhs, jnp.array([5, 64], jnp.int32)).astype(np.float32)
-    assert np.isnan(wgrad).any((1, 2)).tolist() == [False, True]
-
-
 def test_capabilities_name_what_runs() -> None:
     cpu = capabilities("cpu")
     assert cpu.keys() == ops.OPS.keys()

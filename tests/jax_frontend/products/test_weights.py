@@ -286,15 +286,13 @@ def test_a_scan_over_layers_takes_them_stacked() -> None:
 CONFIG = MoEConfig(D, F, num_experts=4, router=RouterConfig(top_k=2))
 
 
-@pytest.mark.parametrize("capacity", [None, 100])
-def test_the_layer_takes_them(capacity: int | None) -> None:
-    config = dataclasses.replace(CONFIG, capacity=capacity, on_overflow="drop")
-    params = moe.init(jax.random.key(0), config)
-    cached = quantize_all(params["experts"], config.recipe)
+def test_the_layer_takes_them() -> None:
+    params = moe.init(jax.random.key(0), CONFIG)
+    cached = quantize_all(params["experts"], CONFIG.recipe)
 
     def layer(params, x, cached=None):
         experts = put_in(cached, params["experts"]) if cached else params["experts"]
-        return moe.apply({**params, "experts": experts}, x, config)[0].astype(jnp.float32).sum()
+        return moe.apply({**params, "experts": experts}, x, CONFIG)[0].astype(jnp.float32).sum()
 
     got = jax.jit(jax.value_and_grad(partial(layer, cached=cached), argnums=(0, 1)))(params, X)
     same(got, jax.jit(jax.value_and_grad(layer, argnums=(0, 1)))(params, X))
