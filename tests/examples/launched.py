@@ -14,12 +14,11 @@ from unittest import mock
 
 import torch
 
-from examples import expert_parallel_tutorial, train_torch
-from examples.training import torch_fsdp_ep
+from examples.training import torch_fsdp_ep, train_torch
 
 from ..ranks.fixture import Ranks
 
-PROGRAMS = {program.__name__: program for program in (expert_parallel_tutorial, train_torch, torch_fsdp_ep)}
+PROGRAMS = {program.__name__: program for program in (train_torch, torch_fsdp_ep)}
 RANK: list[int] = []
 
 
