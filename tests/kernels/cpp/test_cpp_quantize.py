@@ -102,21 +102,6 @@ def test_cols_of_any_width(cpp_op, batch, m, k, dtype, seed):
     same_bytes(cpp_op(quantize.quantize_col, x), quantize_oracle.quantize_col(x))
 
 
-@given(k=st.sampled_from([0, 32, 96, 1056, 2080]), **SHAPES)
-def test_both_is_row_and_col(cpp_op, batch, m, k, dtype, seed):
-    x = awkward_fp32(np.random.default_rng(seed), (*batch, m, k)).astype(dtype)
-    both = cpp_op(quantize.quantize_both, x)
-    same_bytes(both[:2], cpp_op(quantize.quantize_row, x))
-    same_bytes(both[2:], cpp_op(quantize.quantize_col, x))
-
-
-@given(k=st.sampled_from([0, 32, 96, 1056]), m=st.sampled_from([0, 1, 33, 1000]), seed=st.integers(0, 99))
-def test_packed_is_row_side_by_side(cpp_op, m, k, seed):
-    x = awkward_fp32(np.random.default_rng(seed), (m, k)).astype(BF16)
-    (packed,) = cpp_op(quantize.quantize_row_packed, x)
-    np.testing.assert_array_equal(packed, np.concatenate(cpp_op(quantize.quantize_row, x), axis=1))
-
-
 def all_ops(run, x: np.ndarray) -> tuple[np.ndarray, ...]:
     both = run(quantize.quantize_both, x)
     back = run(quantize.dequantize, *both[:2], out_dtype="float32")
