@@ -38,15 +38,15 @@ def layer(recipe: Recipe, prob_in: str, how: Deduplicate) -> dict[str, np.ndarra
         order, inverse, counts = sort_by_expert(experts, E)
         tokens = TokenReplicas(x, order, inverse, K)
         groups, _, route = dispatch(tokens, counts, axis_name="ep", recipe=recipe, deduplicate=how)
-        inside = {"prob": dispatch_probs(probs, route)} if prob_in == "swiglu" else {}
+        inside = dispatch_probs(probs, route) if prob_in == "swiglu" else None
         out = grouped_swiglu_ffn(
-            groups, w1, w3, w2, route, recipe=recipe, pad_token_groups=False, mx_grad=recipe.mx, **inside
+            groups, w1, w3, w2, route, prob=inside, recipe=recipe, pad_token_groups=False, mx_grad=recipe.mx
         )
-        return combine(out, route, None if inside else probs)
+        return combine(out, route, probs if inside is None else None)
 
     mesh = jax.make_mesh((RANKS,), ("ep",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:RANKS])
     spec = P("ep")
-    sharded = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec)
+    sharded: Any = jax.shard_map(of_a_rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec)
     y, backward = jax.jit(lambda *p: jax.vjp(lambda *q: sharded(*q, experts), *p))(*primals)
     dx, dw1, _, dw2, dprobs = jax.jit(backward)(dy.astype(y.dtype))
     found = {"y": y, "dx": dx, "dw1": dw1, "dw2": dw2, "dprobs": dprobs}
