@@ -22,8 +22,8 @@ from mxep.jax_frontend import MoEConfig, RouterConfig, moe
 from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from .cases.chosen_experts import ROUTINGS, logits
-from .cases.ep.ep_layer import H200, MIN_SQNR_DB, OUTPUTS, TINY
-from .cases.moe_layer import flops
+from .cases.ep.ep_layer import H200, MIN_SQNR_DB, TINY
+from .cases.moe_layer import OUTPUTS, flops
 from .cases.shapes import MoELayer
 from .clocks import device_timing
 from .figures.results import Line

@@ -16,7 +16,7 @@ import torch
 from mxep import jax_frontend, torch_frontend
 
 from .cases.byte_check import check, differing, require_same
-from .cases.calls import jax_call, ops_of, torch_call
+from .cases.calls import jax_call, torch_call
 from .cases.case import Case, Tensors
 from .cases.ops import families
 from .cases.shapes import TINY_LAYER, Layer
@@ -75,7 +75,7 @@ def torch_lines(case: Case, device: str, each: Each, failures: list[str]) -> Ite
     run = partial(case.program, torch_call, *case.inputs)
     outputs = run()
     check(case, outputs)
-    nbytes, allocated = case.nbytes(outputs), sum(out.nbytes for out in outputs) + case.scratch
+    nbytes, allocated = case.nbytes(outputs), sum(out.nbytes for out in outputs) + case.scratch()
     peers = torch_peers(case, outputs, failures)
     del outputs
     peak = device_timing.peak_nbytes(run)
@@ -83,7 +83,7 @@ def torch_lines(case: Case, device: str, each: Each, failures: list[str]) -> Ite
         failures.append(f"{case.name}: peak memory {peak} bytes, outputs and scratch {allocated}")
     samples = each({"run": run, "copy": copy_of(nbytes, device), **{name: peer for name, (peer, _) in peers.items()}})
     ours, copy = samples.pop("run"), samples["copy"]
-    uses = torch_frontend.capabilities(device)[ops_of(case)[0]].uses
+    uses = torch_frontend.capabilities(device)[case.timed.ops[0]].uses
     for name, theirs in samples.items():
         differ = peers[name][1] if name in peers else None
         yield _line(case, "torch", nbytes, ours, name, theirs, copy, peak, uses, differ)
@@ -118,7 +118,7 @@ def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
     samples = device_timing.programs(candidates)
     memory = program.memory_analysis()
     peak = memory and memory.temp_size_in_bytes + memory.output_size_in_bytes
-    uses = jax_frontend.capabilities()[ops_of(case)[0]].uses
+    uses = jax_frontend.capabilities()[case.timed.ops[0]].uses
     for name in ("torch_frontend", *differ):
         yield _line(case, "jax", nbytes, samples["run"], name, samples[name], samples["copy"], peak, uses,
                     differ.get(name))  # fmt: skip
@@ -148,7 +148,7 @@ def host_lines(device: str, failures: list[str]) -> Iterator[Line]:
     samples = device_timing.host(runs, torch.cuda.synchronize if device == "cuda" else lambda: None)
     copy = samples["copy"]
     for name, case in found.items():
-        used, ours = ops_of(case), samples[name]
+        used, ours = case.timed.ops, samples[name]
         us = round(ours.us / len(used), 2)
         yield Line(
             op="host_overhead",

@@ -1,14 +1,15 @@
-"""A case of an op: seeded inputs in numpy, and options. Conformance, GPU tests and frozen hashes run the same tables.
+"""A case of an op: seeded inputs in numpy, and options. Tests, frozen hashes and benchmarks run the same tables.
 
-A family has two tables in cases.py. Arrays have the dtypes of the oracles: q and sf are uint8.
+A family has its tables in cases.py. Arrays have the dtypes of the oracles: q and sf are uint8.
 
 CASES         name -> Case     any seed and number of rows: the GPU tests
 CONFORMANCE   name -> Case     fixed values, compared with the oracle on every backend
+TIMED         of Timed         sizes of benchmarks, which draw 10^9 values on the device
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -55,6 +56,49 @@ def fixed(op: str, *arrays: Array, **options: Any) -> Case:
 
 def seeded(name: str) -> Rng:
     return np.random.default_rng(list(name.encode()))
+
+
+# --- timed calls ----------------------------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    """One rank's share of a Mixture-of-Experts layer. hiddens: the widths of SwiGLU."""
+
+    tokens: int
+    dim: int
+    hiddens: tuple[int, ...]
+    num_experts: int
+    top_k: int
+    local_experts: int
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By the names of recorded lines. N, F: the first width."""
+        m, k, (n, *_), experts, top_k, g = self
+        return {"M": m, "K": k, "N": n, "F": n, "G": g, "top_k": top_k, "experts": experts, "ranks": experts // g}
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A timed call.
+
+    name: of its lines in benchmarks/results. ops: one op, or several as one program. sizes: names in `Layer.sizes`;
+    with `words` they are the case of a line. options: of the sizes, those that are options of the op.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    sizes: tuple[str, ...]
+    words: Mapping[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+
+
+def timed(name: str, sizes: str, op: str = "", options: str = "", **words: str) -> Timed:
+    """Names are separated by spaces. op: the default is the name."""
+    return Timed(name, tuple((op or name).split()), tuple(sizes.split()), words, tuple(options.split()))
+
+
+TIMED_LAYER = Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8)
 
 
 # --- the five distributions of the numerics contract ------------------------------------------------

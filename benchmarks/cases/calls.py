@@ -8,7 +8,7 @@ from mxep.jax_frontend.ops import call as jax_launch
 from mxep.torch_frontend import ops as torch_ops
 from torch import Tensor
 
-from .case import Case, Tensors
+from .case import Tensors
 
 
 def torch_call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
@@ -18,15 +18,3 @@ def torch_call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
 
 def jax_call(op: str, *arrays: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
     return jax_launch.call(jax_ops.OPS[op], *arrays, **options)
-
-
-def ops_of(case: Case) -> tuple[str, ...]:
-    """The ops that a case's program calls, in their order."""
-    used: list[str] = []
-
-    def call(op: str, *tensors: Tensor, **options: Any) -> Tensors:
-        used.append(op)
-        return torch_call(op, *tensors, **options)
-
-    case.program(call, *case.inputs)
-    return tuple(used)

@@ -2,30 +2,8 @@
 
 from typing import NamedTuple
 
-
-class Layer(NamedTuple):
-    """One rank's share of a Mixture-of-Experts layer, for single ops. hiddens: the widths of SwiGLU."""
-
-    tokens: int
-    dim: int
-    hiddens: tuple[int, ...]
-    num_experts: int
-    top_k: int
-    local_experts: int
-
-    @property
-    def ranks(self) -> int:
-        return self.num_experts // self.local_experts
-
-
-class Product(NamedTuple):
-    """A linear layer of G experts, each N x K, on M rows in total."""
-
-    M: int
-    K: int
-    N: int
-    G: int
-    routing: str = "balanced"
+from mxep.core_kernels.cases import TIMED_LAYER, Layer
+from mxep.core_kernels.grouped_gemm.cases import TIMED, TIMED_SMALL, Product
 
 
 class Products(NamedTuple):
@@ -61,26 +39,19 @@ class Shapes(NamedTuple):
     uneven: tuple[RoutedLayer, ...] = ()
 
 
+_MOE_LAYERS = (
+    MoELayer(16384, 7168, 2048, 32, 8),
+    MoELayer(16384, 2048, 1408, 64, 6),
+    MoELayer(16384, 4096, 14336, 8, 2),
+    MoELayer(4096, 2048, 768, 128, 8),
+)
 H200 = Shapes(
-    layer=Layer(131072, 7168, (2048, 5120), num_experts=256, top_k=8, local_experts=8),
-    products=Products(
-        large=(
-            Product(131072, 7168, 2048, 8),
-            Product(131072, 8192, 5120, 8),
-            Product(131072, 2048, 1408, 8),
-            Product(131072, 7168, 2048, 8, "skewed"),
-        ),
-        small=tuple(Product(m, k, n, g) for k, n in ((7168, 2048), (2048, 1408)) for m, g in ((4096, 64), (512, 8))),
-    ),
-    moe_layers=(
-        MoELayer(16384, 7168, 2048, 32, 8),
-        MoELayer(16384, 2048, 1408, 64, 6),
-        MoELayer(16384, 4096, 14336, 8, 2),
-        MoELayer(4096, 2048, 768, 128, 8),
-    ),
+    layer=TIMED_LAYER,
+    products=Products(large=TIMED, small=TIMED_SMALL),
+    moe_layers=_MOE_LAYERS,
     uneven=tuple(
-        RoutedLayer(MoELayer(tokens, *sizes), routing)
-        for sizes in ((7168, 2048, 32, 8), (4096, 14336, 8, 2))
+        RoutedLayer(layer._replace(tokens=tokens), routing)
+        for layer in (_MOE_LAYERS[0], _MOE_LAYERS[2])
         for tokens, routing in ((16384, "one_expert"), (16384, "dirichlet"), (16381, "random"))
     ),
 )

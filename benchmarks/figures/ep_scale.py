@@ -7,6 +7,8 @@ ep_rates.py --measured rates--> benchmarks/ep_model.py --> tables, results/h200_
 
 from pathlib import Path
 
+from mxep.core_kernels.cases import TIMED_LAYER
+from mxep.core_kernels.grouped_gemm.cases import TIMED
 from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.core_kernels.policy.recipe import Recipe
 
@@ -40,8 +42,8 @@ WIRES = {
     "MXFP8 to the experts, bf16 back": Recipe.parse("mxfp8"),
     "MXFP8": Recipe.parse("mxfp8", mxfp8_all_to_all=TRANSFERS),
 }
-SHAPES = ((7168, 2048), (8192, 5120), (2048, 1408))
-ROWS, TOP_K, EXPERTS = 131072, 8, 256
+SHAPES = tuple((p.K, p.N) for p in TIMED if p.routing == "balanced")
+ROWS, TOP_K, EXPERTS = TIMED_LAYER.tokens, TIMED_LAYER.top_k, TIMED_LAYER.num_experts
 SENDS: tuple[Send, ...] = ("each", "summed", "host")
 BOUNDS = {"wire": "all-to-all", "products": "GEMMs", "host": "CPU"}
 SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)

@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from ..cases.shapes import H200
 from .tables.table_moe_layer import PLAIN, in_a_row
 
 Row = dict[str, Any]
 HEAD = ("forward and backward", "bf16", "mxep", "bf16 / mxep", "dB", "n", "card; commit, date")
 RECIPE = "mxfp8"
-LAYERS = ((16384, 7168, 2048, 32, 8), (16384, 2048, 1408, 64, 6), (16384, 4096, 14336, 8, 2), (4096, 2048, 768, 128, 8))
-PRODUCT = {"M": 131072, "K": 7168, "N": 2048, "G": 8, "routing": "balanced", "recipe": RECIPE}
+PRODUCT = {**H200.products.large[0]._asdict(), "recipe": RECIPE}
 """131072 rows, 8 experts of 7168 x 2048: one rank's share of a layer as large as DeepSeek-V3's."""
 RANKS = 4
 HOWS = {
@@ -56,7 +56,7 @@ def _layer_lines(rows: Sequence[Row]) -> list[Row]:
 def layers(rows: Sequence[Row]) -> list[Row]:
     """Back-to-back steps in PyTorch against plain bf16, of each size that is stored."""
     of = _layer_lines(rows)
-    found = (in_a_row([row for row in of if sizes_of(row["case"]) == sizes]) for sizes in LAYERS)
+    found = (in_a_row([row for row in of if sizes_of(row["case"]) == sizes]) for sizes in H200.moe_layers)
     return [row for row in found if row]
 
 
@@ -74,7 +74,7 @@ def _best_bf16(rows: Sequence[Row]) -> list[Row]:
 
 def _in_jax(rows: Sequence[Row]) -> list[Row]:
     return [row for row in _layer_lines(rows) if row["frontend"] == "jax" and row["peer"] == PLAIN
-            and sizes_of(row["case"]) in LAYERS]  # fmt: skip
+            and sizes_of(row["case"]) in H200.moe_layers]  # fmt: skip
 
 
 def _product(rows: Sequence[Row]) -> list[Row]:
@@ -87,7 +87,7 @@ def _parallel(rows: Sequence[Row], how: str) -> list[Row]:
     """A layer on `RANKS` GPUs, of each size."""
     return [row for row in rows if row["op"] == "ep_layer_fwd_bwd" and row["case"]["ranks"] == RANKS
             and row["case"]["recipe"] == RECIPE and row["case"]["routing"] == "balanced" and row["case"]["how"] == how
-            and sizes_of(row["case"]) in LAYERS]  # fmt: skip
+            and sizes_of(row["case"]) in H200.moe_layers]  # fmt: skip
 
 
 def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline]:
@@ -131,7 +131,7 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
     if not layers(rows):
         return ""
     cells = [row for headline in headlines(rows, parallel) for row in _cells(headline)]
-    sizes = "; ".join("/".join(map(str, sizes)) for sizes in LAYERS)
+    sizes = "; ".join("/".join(map(str, sizes)) for sizes in H200.moe_layers)
     return "\n".join([
         *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cases import BF16, F32, MODES, OUT_DTYPES, Array, Arrays, Case, Rng, finite, fixed, seeded, student_t
+from ..cases import BF16, F32, MODES, OUT_DTYPES, Array, Arrays, Case, Rng, finite, fixed, seeded, student_t, timed
 
 
 def gradients(rng: Rng, m: int, width: int = 72) -> Arrays:
@@ -35,6 +35,11 @@ CASES = {
     "combine_bwd_row": Case("combine_bwd_row", lambda rng, m: gradients(rng, m, 64)),
     "combine_bwd_unweighted": Case("combine_bwd", lambda *of: unweighted(gradients(*of))),
 }
+TIMED = (
+    timed("combine", "M K top_k", direction="fwd"),
+    timed("combine", "M K top_k", "combine_bwd", direction="bwd"),
+    timed("combine", "M K top_k", "combine_bwd_row", direction="bwd", to="row"),
+)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

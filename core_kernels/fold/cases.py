@@ -21,6 +21,7 @@ from ..cases import (
     group_ends,
     normal,
     seeded,
+    timed,
 )
 from ..formats import BLOCK, packed_width
 from ..permute.cases import packed_and_map
@@ -91,6 +92,12 @@ CASES = {
     "quantize_matrix_fold_beyond": Case("quantize_matrix_fold", weights_beyond, multiple=32),
     "quantize_matrix_fold_sorted": Case("quantize_matrix_fold", weights_sorted, {"rounding": 1}, 32),
 }
+TIMED = (
+    timed("quantize_row_fold", "M K"),
+    timed("quantize_both_fold", "M K G"),
+    timed("requantize_col_fold", "M K G"),
+    timed("quantize_matrix_fold", "G N K"),
+)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

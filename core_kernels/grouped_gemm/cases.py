@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -156,6 +157,38 @@ CASES = {
     "grouped_wgrad_fold_pair": Case("grouped_wgrad_fold_pair", wgrad_fold_pair, multiple=32),
     "grouped_wgrad_fold_pair_tiles": Case("grouped_wgrad_fold_pair", wgrad_fold_pair_tiles, WIDE, 32),
 }
+
+
+class Product(NamedTuple):
+    """A timed linear layer of G experts, each N x K, on M rows in total."""
+
+    M: int
+    K: int
+    N: int
+    G: int
+    routing: str = "balanced"
+
+    @property
+    def group_ends(self) -> Array:
+        """(G,) multiples of 32. balanced: sizes differ by at most a fifth. skewed: the first group has half of all
+        rows, the second none."""
+        weights = np.random.default_rng(self.G).uniform(0.9, 1.1, self.G)
+        if self.routing == "skewed":
+            weights[1] = 0
+            weights[0] = weights[2:].sum()
+        ends = np.rint(weights.cumsum() / weights.sum() * (self.M // BLOCK)) * BLOCK
+        return ends.astype(np.int32)
+
+
+TIMED = (
+    Product(131072, 7168, 2048, 8),
+    Product(131072, 8192, 5120, 8),
+    Product(131072, 2048, 1408, 8),
+    Product(131072, 7168, 2048, 8, "skewed"),
+)
+"""The forward, both gradients, and autograd."""
+TIMED_SMALL = tuple(Product(m, k, n, g) for k, n in ((7168, 2048), (2048, 1408)) for m, g in ((4096, 64), (512, 8)))
+"""The forward alone, quantization of its rows included."""
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

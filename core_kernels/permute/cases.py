@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..cases import BF16, F32, Array, Arrays, Case, K, Rng, floats, row_map, seeded
+from ..cases import BF16, F32, Array, Arrays, Case, K, Rng, floats, row_map, seeded, timed
 from ..quantize.oracle import quantize_row_packed
 from ..routing import oracle as routing_oracle
 from ..routing.cases import MAPS
@@ -18,6 +18,13 @@ def packed_and_map(rng: Rng, m: int) -> Arrays:
 
 
 CASES = {"permute_rows": Case("permute_rows", rows_and_map), "permute_mx": Case("permute_mx", packed_and_map)}
+_RECEIVED = {"sizes": "M K G ranks", "routing": "skewed"}
+TIMED = (
+    timed("permute_mx", **_RECEIVED),
+    timed("permute_mx_fold", **_RECEIVED),
+    timed("unpermute", op="permute_rows", **_RECEIVED),
+)
+
 
 U8 = np.dtype(np.uint8)
 

@@ -20,6 +20,7 @@ from ..cases import (
     normal,
     seeded,
     student_t,
+    timed,
 )
 from ..formats import BLOCK
 from .oracle import quantize_row
@@ -64,6 +65,10 @@ CASES = {
     "dequantize": Case("dequantize", mx),
     "dequantize_fp32": Case("dequantize", mx, {"out_dtype": "float32"}),
 }
+TIMED = (
+    *(timed(op, "M K") for op in ("quantize_row", "quantize_rowwise", "quantize_col", "quantize_both", "dequantize")),
+    *(timed("quantize_weights", "G N K", f"quantize_{layout}", layout=layout) for layout in ("row", "col")),
+)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

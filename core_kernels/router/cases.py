@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..cases import BF16, F32, Array, Arrays, Case, K, Rng, fixed, floats, seeded
+from ..cases import BF16, F32, Array, Arrays, Case, K, Rng, fixed, floats, seeded, timed
 from .oracle import route
 
 NONE = np.zeros(0, F32)
@@ -50,6 +50,10 @@ CASES = {
     "logits_bwd_alone": Case("logits_bwd", partial(logits_bwd, experts=6, adds=False)),
     "logits_bwd_of_many": Case("logits_bwd", partial(logits_bwd, experts=300)),
 }
+TIMED = (
+    timed("route", "M top_k experts", options="top_k", direction="fwd"),
+    timed("route_bwd", "M top_k experts", direction="bwd"),
+)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cases import F32, GROUPS, Array, Arrays, Case, Rng, fixed, seeded
+from ..cases import F32, GROUPS, Array, Arrays, Case, Rng, fixed, seeded, timed
 from ..formats import BLOCK
 from .oracle import sort_by_expert
 
@@ -29,6 +29,7 @@ CASES = {
     "row_map": Case("row_map", counts, lambda m: {"num_rows": m, "num_local_experts": GROUPS}),
     "slot_map": Case("slot_map", sorted_slots, lambda m: {"top_k": 1 if m % 3 else 3}),
 }
+TIMED = (timed("routing", "M top_k experts", "sort_by_expert row_map", routing="skewed"),)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from ..cases import (
     normal,
     seeded,
     student_t,
+    timed,
 )
 
 CLAMPED = {"alpha": 1.702, "limit": 1.0, "offset": 1.0}
@@ -84,6 +85,11 @@ CASES = {
     **_of(wide, _FOLD, name="_wide"),
     **_of(beyond, _FOLD, name="_beyond"),
 }
+TIMED = (
+    *(timed(f"swiglu_{to}_fwd", "M F", f"swiglu_{to}") for to in ("row", "row_fold")),
+    *(timed(f"swiglu_{to}_bwd", "M F", f"swiglu_bwd_{to}") for to in ("row", "both", "all")),
+    timed("swiglu_fold_bwd", "M F G", "swiglu_bwd_fold"),
+)
 
 
 # --- fixed values ---------------------------------------------------------------------------------------

@@ -23,17 +23,18 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from ...peers.ep_layer import Experts, experts_bf16, torch_layer
 from ...peers.moe_layer import Weights
+from .. import shapes
 from ..case import Tensors, values
 from ..chosen_experts import logits, places
+from ..moe_layer import OUTPUTS
 from ..shapes import MoELayer
 from .ep_products import Products
 from .ep_wire import NoWire
 from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
 
 BF16 = torch.bfloat16
-H200 = (MoELayer(16384, 7168, 2048, 32, 8), MoELayer(16384, 2048, 1408, 64, 6))
+H200 = shapes.H200.moe_layers[:2]
 TINY = (MoELayer(96, 64, 32, 8, 2),)
-OUTPUTS = ("y", "x", "router", "w1", "w3", "w2")
 # y and every gradient against the plain layer: at least 22.1 dB measured on a CPU, over three shapes, all routings,
 # both recipes, "exact" and "fold"; less 1.1.
 MIN_SQNR_DB = 21.0

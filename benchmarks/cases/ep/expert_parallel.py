@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from mxep.core_kernels.grouped_gemm.cases import TIMED
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import combine, grouped_mm
 from mxep.torch_frontend.exchange.counts import Request
@@ -41,7 +42,7 @@ class EPShape(NamedTuple):
     experts: int
 
 
-H200 = (EPShape(131072, 7168, 2048, 8), EPShape(131072, 8192, 5120, 8), EPShape(131072, 2048, 1408, 8))
+H200 = tuple(EPShape(*p[:4]) for p in TIMED if p.routing == "balanced")
 TINY = (EPShape(256, 64, 32, 2),)
 
 

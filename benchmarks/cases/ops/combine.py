@@ -3,22 +3,21 @@
 from collections.abc import Iterator
 
 import torch
+from mxep.core_kernels.cases import Layer
+from mxep.core_kernels.combine.cases import TIMED
 from torch import Tensor
 
-from ..case import Call, Case, Tensors, gathered, one, values
-from ..shapes import Layer
+from ..case import Call, Case, Tensors, gathered, values
 from .routing import chosen_experts
 
-OPS = ("combine",)
 
-
-def _forward_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
-    rows, slots, probs = inputs
+def _forward_part(case: Case, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
+    rows, slots, probs = case.inputs
     return (*gathered(rows, slots[at]), probs[at]), (outputs[0][at],)
 
 
-def _backward_part(inputs: Tensors, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
-    dy, rows, slots, _, probs = inputs
+def _backward_part(case: Case, outputs: Tensors, at: slice) -> tuple[Tensors, Tensors]:
+    dy, rows, slots, _, probs = case.inputs
     x, local = gathered(rows, slots[at])
     *drows, dprobs = outputs
     return (dy[at], x, local, local.flatten(), probs[at]), (*(gathered(d, slots[at])[0] for d in drows), dprobs[at])
@@ -35,12 +34,8 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     rows = values(len(order), layer.dim, device=device)
     rng = torch.Generator(device).manual_seed(1)
     probs = torch.randn(slots.shape, generator=rng, device=device).softmax(-1)
-    shape = {"M": layer.tokens, "K": layer.dim, "top_k": layer.top_k}
-    yield Case("combine", {**shape, "direction": "fwd"}, (rows, slots, probs), one("combine"), _forward_part,
-               layer.tokens, formula="combine")  # fmt: skip
-    dy = values(layer.tokens, layer.dim, device=device, operand=1)
-    yield Case("combine", {**shape, "direction": "bwd"}, (dy, rows, slots, order, probs), one("combine_bwd"),
-               _backward_part, layer.tokens, formula="combine_bwd", magnitude=_dot_terms)  # fmt: skip
-    yield Case("combine", {**shape, "direction": "bwd", "to": "row"}, (dy, rows, slots, order, probs),
-               one("combine_bwd_row"), _backward_part, layer.tokens, formula="combine_bwd_row",
-               magnitude=_dot_terms)  # fmt: skip
+    forward, *backward = TIMED
+    yield Case(forward, layer, (rows, slots, probs), _forward_part, layer.tokens, formula="combine")
+    inputs = values(layer.tokens, layer.dim, device=device, operand=1), rows, slots, order, probs
+    for timed in backward:
+        yield Case(timed, layer, inputs, _backward_part, formula=timed.ops[0], magnitude=_dot_terms)

@@ -5,13 +5,14 @@ The grouped GEMMs and the layer have separate runs: grouped_gemm.py and moe_laye
 
 from collections.abc import Iterator
 
+from mxep.core_kernels.cases import Layer
+
 from ..case import Call, Case
-from ..shapes import Layer
 from . import combine, fold, permute, quantize, router, routing, swiglu
 
 _MODULES = {"quantize": quantize, "fold": fold, "permute": permute, "router": router, "routing": routing,
             "swiglu": swiglu, "combine": combine}  # fmt: skip
-OPS: dict[str, tuple[str, ...]] = {family: module.OPS for family, module in _MODULES.items()}
+OPS = {family: tuple(dict.fromkeys(timed.name for timed in module.TIMED)) for family, module in _MODULES.items()}
 """Family -> names of the ops measured."""
 NAMES = tuple(name for names in OPS.values() for name in names)
 

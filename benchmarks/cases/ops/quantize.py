@@ -2,21 +2,16 @@
 
 from collections.abc import Iterator
 
-from ..case import Call, Case, one, rows_part, values
-from ..shapes import Layer
+from mxep.core_kernels.cases import Layer
+from mxep.core_kernels.quantize.cases import TIMED
 
-OPS = ("quantize_row", "quantize_rowwise", "quantize_col", "quantize_both", "dequantize", "quantize_weights")
+from ..case import Call, Case, rows_part, values
 
 
 def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
-    m, k = layer.tokens, layer.dim
-    x, shape = values(m, k, device=device), {"M": m, "K": k}
-    for op in ("quantize_row", "quantize_rowwise", "quantize_col", "quantize_both"):
-        yield Case(op, shape, (x,), one(op), rows_part, m, formula=op)
-    yield Case("dequantize", shape, call("quantize_row", x), one("dequantize"), rows_part, m, formula="dequantize")
-    del x
-    g, n = layer.local_experts, layer.hiddens[0]
-    w = values(g, n, k, device=device)
-    for direction in ("row", "col"):
-        shape = {"G": g, "N": n, "K": k, "layout": direction}
-        yield Case("quantize_weights", shape, (w,), one(f"quantize_{direction}"), rows_part, g, slice_=1)
+    for timed in TIMED:
+        (op,), weights = timed.ops, "G" in timed.sizes
+        x = values(*(layer.sizes[size] for size in timed.sizes), device=device)
+        inputs = call("quantize_row", x) if op == "dequantize" else (x,)
+        del x
+        yield Case(timed, layer, inputs, rows_part, slice_=1 if weights else 32, formula=None if weights else op)

@@ -17,18 +17,16 @@ from typing import Any
 
 import torch
 from mxep.core_kernels.formats import WEIGHT_HEADROOM
+from mxep.core_kernels.grouped_gemm.cases import Product
 from torch import Tensor
 
 from ...peers import grouped_gemm as products
 from ...peers.grouped_gemm import BF16, RAGGED_DOT, ROW_SCALED
 from ..calls import torch_call
-from ..case import Call, Tensors, one
+from ..case import Call, Tensors
 from ..error_check import FP8_CHAIN, Error, Pair, rows_error, wgrad_error
-from ..shapes import Product
 from .grouped_gemm_autograd import RECIPES, autograd
 from .grouped_gemm_case import Operands, ProductCase, compiled_ops, dense_products, one_output, operands, pair
-
-OPS = ("grouped_mm_fwd", "grouped_mm_dgrad", "grouped_mm_wgrad", "grouped_mm_exact", "grouped_mm_autograd")
 
 
 def _op_case(
@@ -38,7 +36,7 @@ def _op_case(
     """program: the program, if it is more than `kernel`. w: rhs dequantized, if the program takes that."""
     inputs, flops = (*lhs, *(rhs if w is None else (w,)), o.ends), 2 * p.M * p.N * p.K
     shape = p._asdict() if w is None else {**p._asdict(), "weights": "dequantized before"}
-    program = program or one(kernel)
+    program = program or (lambda call, *arrays: call(kernel, *arrays))
     chain = FP8_CHAIN if kernel.endswith("fold") and o.x.is_cuda else 0.0
     return ProductCase(
         name, shape, kernel, flops, sum(x.nbytes for x in inputs),
@@ -125,6 +123,7 @@ CASES: tuple[tuple[str, Callable[[Product, Operands], ProductCase]], ...] = (
         for held in (False, True)
     ),
 )
+OPS = tuple(dict.fromkeys(name for name, _ in CASES))
 
 
 def large_cases(p: Product, device: str, only: tuple[str, ...]) -> Iterator[ProductCase]:

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import torch
 from mxep import jax_frontend, torch_frontend
+from mxep.core_kernels.grouped_gemm.cases import Product
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.jax_frontend.products import weights as weights_of_jax
 from mxep.torch_frontend.products import weights as weights_of_torch
@@ -20,7 +21,6 @@ from ...peers import grouped_gemm as products
 from ...peers.grouped_gemm import BF16
 from ..case import Tensors
 from ..error_check import Error, sqnr_db
-from ..shapes import Product
 from .grouped_gemm_case import Compiled, Operands, ProductCase, dense_products, pair
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")

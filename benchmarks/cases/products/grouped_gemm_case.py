@@ -1,4 +1,4 @@
-"""Common parts of the cases of grouped GEMMs: operands, group ends, and one line of the table."""
+"""Common parts of the cases of grouped GEMMs: operands, and one line of the table."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 import torch
-from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.grouped_gemm.cases import Product
 from torch import Tensor
 
 from ...peers import grouped_gemm as products
@@ -16,7 +15,6 @@ from ...peers.grouped_gemm import DENSE_BF16, DENSE_FP8, DENSE_FP8_FP32
 from ..calls import jax_call, torch_call
 from ..case import Tensors, values
 from ..error_check import Error, Pair
-from ..shapes import Product
 
 Compiled = tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]
 """A compiled JAX program and its arguments."""
@@ -55,22 +53,11 @@ class ProductCase:
     same_bytes: bool = True
 
 
-def group_ends(p: Product, device: str) -> Tensor:
-    """(G,) int32, multiples of 32. balanced: sizes differ by at most a fifth. skewed: the first group has half of all
-    rows, the second none."""
-    weights = np.random.default_rng(p.G).uniform(0.9, 1.1, p.G)
-    if p.routing == "skewed":
-        weights[1] = 0
-        weights[0] = weights[2:].sum()
-    ends = np.rint(weights.cumsum() / weights.sum() * (p.M // BLOCK)) * BLOCK
-    return torch.from_numpy(ends.astype(np.int32)).to(device)
-
-
 def operands(p: Product, device: str) -> Operands:
     """Rows and columns differ in magnitude: the clock of the card depends on the values."""
     shapes = (p.M, p.K), (p.G, p.N, p.K), (p.M, p.N)
     x, w, dout = (values(*shape, device=device, octaves=1, operand=i) for i, shape in enumerate(shapes))
-    return Operands(x, w, dout, group_ends(p, device))
+    return Operands(x, w, dout, torch.from_numpy(p.group_ends).to(device))
 
 
 def pair(op: str, *tensors: Tensor, **options: int) -> Pair:
