@@ -14,6 +14,7 @@ FOUND = {name: int(value.rstrip("u"), 0) for name, value in re.findall(r"\b(k\w+
 SMALLEST = np.uint32(FOUND["kSmallestMaximum"]).view(np.float32)
 LIMIT = np.uint16(FOUND["kLargestCode"] & 0xFFFF).view(np.float16)
 FINITE = ~np.isnan(E4M3_VALUES)
+FOLDS = (*range(36), 100, 254)  # how far a row's scale byte is below the scale that it is folded to
 DOWN = np.arange(256)  # how far a row's scale byte is below the largest one of its block
 
 
@@ -48,7 +49,8 @@ def test_scales(rounding) -> None:
 
 
 @pytest.mark.parametrize("rounding", list(Rounding))
-def test_codes(rounding) -> None:
+@pytest.mark.parametrize("folds", [(0, 1, 7, 15, 16, 24, 35, 254), pytest.param(FOLDS, marks=pytest.mark.slow)])
+def test_codes(rounding, folds) -> None:
     maxima, finite = np.abs(P[FINITE]), np.abs(VALUES[FINITE])
     found = exponents(rounding)
     for exponent in np.unique(found[maxima >= SMALLEST]):
@@ -58,7 +60,7 @@ def test_codes(rounding) -> None:
             q = np.clip(q, -LIMIT, LIMIT)
         codes = to_e4m3(VALUES[inside] / np.ldexp(1.0, exponent - 142))
         np.testing.assert_array_equal(q.astype(np.float64), E4M3_VALUES[codes] * 2.0**-15)
-        for above in [*range(36), 100, 254]:
+        for above in folds:
             folded = to_e4m3((q * power(max(-above, -32) + 15)).astype(np.float64))
             np.testing.assert_array_equal(folded, to_e4m3(E4M3_VALUES[codes] * np.ldexp(1.0, -above)))
 

@@ -1,4 +1,4 @@
-"""The frontend without private names of torch, in forks of one process; `python without_private.py cpu [halves]|cuda`.
+"""The frontend without private names of torch, in forks of one process; `python without_private.py cpu [more]|cuda`.
 
     torch imported --fork--> names hidden --> mxep.torch_frontend imported --> layer, forward and backward --> digest
 
@@ -151,13 +151,11 @@ def result(reader: int) -> str:
     return found
 
 
-def main(device: str, *halves: str) -> dict[str, str]:
+def main(device: str, *more: str) -> dict[str, str]:
     if device == "cuda":
         return on_gpu()
-    if halves:
-        return on_cpu({"": set(), **HALVES})
     cases = {"": set(), "all": set(NAMES)}
-    return on_cpu(cases) | over_ranks(cases)
+    return on_cpu({"": set(), **HALVES}) | over_ranks(cases) if more else on_cpu(cases)
 
 
 def on_cpu(cases: dict[str, set[str]]) -> dict[str, str]:

@@ -184,7 +184,7 @@ def test_autocast_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [run if run in ("bf16", "mxfp8", "mxfp8 folded") else pytest.param(run, marks=pytest.mark.slow) for run in RUNS],
+    [run if run == "bf16" else pytest.param(run, marks=pytest.mark.slow) for run in RUNS],
 )
 def test_whole_graph(recipe: str) -> None:
     torch._dynamo.reset()

@@ -139,8 +139,11 @@ def test_float32_parameters_get_float32_gradients() -> None:
         assert da.dtype == dw.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("compute", "mx_input", "wgrad_with_hp"), [("exact", True, True), ("fold", False, False)])
-def test_whole_graph_forward_and_backward(compute: Compute, wgrad_with_hp: bool, mx_input: bool) -> None:
+@pytest.mark.parametrize(
+    ("compute", "mx_input", "wgrad_with_hp", "backend"),
+    [("exact", True, True, "inductor"), ("fold", False, False, "aot_eager")],
+)
+def test_whole_graph_forward_and_backward(compute: Compute, mx_input: bool, wgrad_with_hp: bool, backend: str) -> None:
     torch._dynamo.reset()
 
     def run(a: Tensor, w: Tensor, offs: Tensor, bias: Tensor) -> Tensor:
@@ -151,7 +154,7 @@ def test_whole_graph_forward_and_backward(compute: Compute, wgrad_with_hp: bool,
     dout, bias = randn(128, N, seed=2), randn(N, seed=3).requires_grad_()
     leaves = [a, w, bias]
     want = run(a, w, offs, bias)
-    got = torch.compile(run, fullgraph=True)(a, w, offs, bias)
+    got = torch.compile(run, fullgraph=True, backend=backend)(a, w, offs, bias)
     assert torch.equal(got, want)
     for g, h in zip(torch.autograd.grad(got, leaves, dout), torch.autograd.grad(want, leaves, dout), strict=True):
         assert torch.equal(g, h)
