@@ -1,4 +1,4 @@
-"""What a fold does to values; fused with other ops it changes no byte. What folding loses: ../layer/test_accuracy.py."""
+"""What a fold does to values; fused with other ops it changes no byte. Its loss: ../layer/test_accuracy.py."""
 
 from collections.abc import Callable, Mapping
 
