@@ -172,7 +172,8 @@ def _rows_of_1024() -> Array:
 
 def _of_rows() -> Iterator[tuple[str, Case]]:
     """fold_rows and quantize_row_fold."""
-    yield "fold_rows-every_shift", fixed("fold_rows", *every_shift())
+    q, sf = every_shift()
+    yield "fold_rows-every_shift", fixed("fold_rows", q, sf)
     for shape in ((0, 64), (1, 32), (37, 544), (3, 5, 96)):
         yield f"fold_rows-{shape}", fixed("fold_rows", *_mx(np.random.default_rng(3), 100, 140, *shape))
     for headroom in HEADROOMS:
@@ -199,8 +200,9 @@ def _every_course_of_scales() -> Arrays:
 
 def _of_groups() -> Iterator[tuple[str, Case]]:
     """fold_groups."""
+    q, sf = every_shift()
     for ends in ([96], [0, 32, 32, 96], [32, 64, 96], [64], [0, 0], []):
-        yield f"fold_groups-every_shift-{ends}", fixed("fold_groups", *every_shift(), np.array(ends, np.int32))
+        yield f"fold_groups-every_shift-{ends}", fixed("fold_groups", q, sf, np.array(ends, np.int32))
     for rows, ends in ((1, [0, 2048, 5120]), (37, [4064, 4096]), (5, [32 * g for g in range(65)])):
         q, sf = _mx(seeded(f"groups {rows}"), 90, 140, rows, ends[-1] + 96)
         yield f"fold_groups-{rows}_rows", fixed("fold_groups", q, sf, np.array(ends, np.int32))

@@ -9,6 +9,7 @@ import yaml
 from mxep.core_kernels.registry import OPS
 
 from benchmarks import readme
+from benchmarks.cases.shapes import H200
 from benchmarks.figures import headline, results, seeds, speed, status
 from benchmarks.figures.tables import table_ep
 
@@ -44,7 +45,7 @@ def test_the_readme_has_every_headline_with_its_commit_and_the_range_over_all_si
     text = (ROOT / "README.md").read_text()
     layers = results.newest("h200")
     found = list(speed.headlines(layers, results.newest("h200_ep", table_ep.is_ep)))
-    assert len(speed.layers(layers)) == len(speed.LAYERS)
+    assert len(speed.layers(layers)) == len(H200.moe_layers)
     assert {headline.what.split(", ", 1)[1] for headline in found if "GPUs" in headline.what} == {*speed.HOWS.values()}
     for what, rows, _ in found:
         (line,) = re.findall(rf"^\| {re.escape(what)}, ms \|.*", text, re.MULTILINE)
@@ -62,7 +63,9 @@ def test_the_charts_are_up_to_date(chart: Any, tmp_path: Path) -> None:
 
 def test_the_fastest_bf16_peer_of_a_run_is_the_best_bf16() -> None:
     """Of two runs, only the lines of the layer's own count."""
-    (layer,) = [row for row in speed.layers(results.newest("h200")) if speed.sizes_of(row["case"]) == speed.LAYERS[0]]
+    (layer,) = [
+        row for row in speed.layers(results.newest("h200")) if speed.sizes_of(row["case"]) == H200.moe_layers[0]
+    ]
     other = {**layer, "peer": "recipe_bf16", "peer_us": layer["peer_us"] / 2}
     other |= {"peer_peak_nbytes": 2**30, "peer_joules": 30.0}
     older = {**other, "commit": "0" * 40, "peer_us": 1.0}

@@ -16,10 +16,11 @@ run_layer() { "$1/bin/python" -c "${layer[$2]}; assert y.shape == (5, 32)"; }
 
 # install ENVIRONMENT FILE FRAMEWORKS: a wheel or an sdist, built without CUDA kernels, with the newest dependencies that
 # pip picks; then a layer of each framework. Another framework joins those that the environment has. Modules are compiled
-# when they are imported, which few of them are.
+# when they are imported, which few of them are. --no-binary: pip would keep the wheel that it builds of an sdist, and
+# install that for a later sdist of the same path and version.
 install() {
   [ -d "$1" ] || "$python" -m venv "$1"
-  "$1/bin/pip" install --quiet --no-compile --disable-pip-version-check "mxep[$3] @ file://$2" \
-    --config-settings=cmake.define.MXEP_CUDA=OFF
+  "$1/bin/pip" install --quiet --no-compile --disable-pip-version-check --no-binary mxep \
+    "mxep[$3] @ file://$2" --config-settings=cmake.define.MXEP_CUDA=OFF
   for framework in ${3/,/ }; do run_layer "$1" "$framework"; done
 }
