@@ -143,7 +143,7 @@ def ffn(
         x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
-        for over in ("in turn", transport, *([None] if seed == 0 else [])):  # None: the default, no overlap
+        for over in ("no overlap", transport, *([None] if seed == 0 else [])):  # None: the default, no overlap
             w1, w3, w2, b1, b3, b2 = leaves(
                 seed, group, *[(LOCAL, F, D)] * 2, (LOCAL, D, F), *[(LOCAL, F)] * 2, (LOCAL, D)
             )
@@ -154,7 +154,7 @@ def ffn(
             tokens = TokenReplicas(leaf, order, inverse, TOP_K)
             biases = (b1, b3, b2) if bias else None
             weights = [quantize_weights(w, recipe) for w in (w1, w3, w2)] if held else [w1, w3, w2]
-            if over != "in turn":
+            if over != "no overlap":
                 y = expert_parallel_ffn(
                     tokens,
                     counts,
@@ -192,11 +192,11 @@ def products(transport: Transport, run: str, replicas: bool, seeds: range, most:
         x, experts = (t.to(device) for t in routing(seed, rank, ranks, most))
         order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
         results = []
-        for over in ("in turn", transport, *([None] if seed == 0 else [])):
+        for over in ("no overlap", transport, *([None] if seed == 0 else [])):
             w, bias = leaves(seed, group, (LOCAL, F, D), (LOCAL, F))
             leaf = (x if replicas else x[order // TOP_K]).bfloat16().requires_grad_()
             rows = TokenReplicas(leaf, order, inverse, TOP_K) if replicas else leaf
-            if over != "in turn":
+            if over != "no overlap":
                 y = expert_parallel_mm(rows, w, counts, bias=bias, recipe=recipe, group=group, transport=over)
             else:
                 groups, _, route = dispatch(rows, counts, recipe=recipe, group=group)
