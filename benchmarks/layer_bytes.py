@@ -50,16 +50,16 @@ def passes(shape: MoELayer) -> list[Pass]:
         found.append(Pass(backward, op, operands, nbytes + again, products * product, again))
 
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
-    add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + row_d)
+    add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + ends + row_d)
     for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
         add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
     own = 2 * (weight + e * f + 2 * hidden)  # not shared by the two GEMMs
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
-    add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + row_f)
+    add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + ends + row_f)
     add(False, "grouped_mm_fold", "h, w2 -> out", row_f + weight + e * d + ends + 2 * rows, 1)
     add(False, "combine", "out -> y", 2 * rows + 4 * t * shape.top_k + tokens)
     add(True, "quantize_row_packed", "dy -> MX", tokens + mx(t * d))
-    add(True, "permute_mx_fold", "MX dy -> folded dout", mx(t * d) + 4 * p + row_d)
+    add(True, "permute_mx_fold", "MX dy -> folded dout", mx(t * d) + 4 * p + ends + row_d)
     add(True, "permute_mx_col_fold", "MX dy -> dout along tokens", mx(t * d) + 4 * p + ends + along_d)
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(

@@ -27,10 +27,15 @@ class ArrayType(NamedTuple):
     dtype: str
 
 
+NO_ENDS = ArrayType((0,), "int32")
+"""In place of the `group_ends` of an op that works on all rows without them."""
+
+
 class Signature(NamedTuple):
     """The computation of an op from arrays and options; the same on every architecture.
 
-    out: the outputs. A frontend allocates them; the kernel writes every byte.
+    out: the outputs. A frontend allocates them; the kernel writes every byte, but for what an op with `group_ends` has
+        past the last end, where its documentation says "unspecified".
     attrs: integers that every implementation takes, by name: C++ and CUDA C++ in this order, Triton as constexprs.
     tokens: for an op with `group_ends`, the number of tokens that ends reach up to, and the number that each end is a
         multiple of. None for other ops.
@@ -97,6 +102,8 @@ class KernelOp:
     tile: `tile(call, arch) -> Tiling`, for GPUs and Triton's interpreter.
     kernel: the Triton kernel as "module:function" of core_kernels, "" without one. Its parameters are inputs, scalars,
         outputs, constexprs. It is imported when it is first launched.
+    optional_ends: whether `group_ends`, the last input, may be left out: then the op works on all rows. With it the
+        results of rows past the last end are unspecified.
     compose: for an op without a Triton kernel: `compose(call, *arrays, **options)` runs other ops in its place, each
         through `call(op, *arrays, **options)` of a frontend.
     """
@@ -109,15 +116,18 @@ class KernelOp:
     tile: Callable[[Call, str], Tiling]
     kernel: str = ""
     compose: Callable[..., tuple[Any, ...]] | None = None
+    optional_ends: bool = False
 
     def signature(self, *inputs: ArrayType, **options: Any) -> Signature:
         """`check`, cached; raises TypeError for another number of arrays too."""
+        inputs = self.complete(inputs, NO_ENDS)
         if len(inputs) != len(self.inputs):
             raise TypeError(f"{self.name}: takes {len(self.inputs)} arrays {self.inputs}, got {len(inputs)}")
         return _signature(self, inputs, tuple(sorted(options.items())))
 
     def launch(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
         """Check a call and tile it for "interpreter", "sm_90" or another architecture of tiles.py."""
+        inputs = self.complete(inputs, NO_ENDS)
         out, attrs, _ = self.signature(*inputs, **options)
         tiling = self.tile(Call(self.name, inputs, out, attrs), arch)
         return Launch(
@@ -136,6 +146,10 @@ class KernelOp:
         """The `@triton.jit` function."""
         module, _, function = self.kernel.partition(":")
         return getattr(import_module(f"{__package__}.{module}"), function)
+
+    def complete(self, inputs: tuple[Any, ...], no_ends: Any) -> tuple[Any, ...]:
+        """The inputs, with `no_ends` for optional `group_ends` that are left out."""
+        return (*inputs, no_ends) if self.optional_ends and len(inputs) == len(self.inputs) - 1 else inputs
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:
@@ -210,6 +224,21 @@ def require_ends(op: str, argument: str, ends: Sequence[int], rows: int, multipl
         fail(ValueError, op, argument, ends, allowed)
     if any(end % multiple for end in ends):
         fail(ValueError, op, argument, ends, f"allowed: multiples of {multiple}; {remedy}")
+
+
+ROWS_UP_TO = """group_ends: (G,) int32, where each group of rows ends. The results of rows past the last end are
+            unspecified: nothing reads or writes these rows. None: all rows."""
+"""Optional group ends, as an entry under `Args:` of the docs of ops."""
+
+
+def check_optional_ends(op: str, ends: ArrayType, shape: tuple[int, ...]) -> tuple[int, int]:
+    """`Signature.tokens` of an op with optional `group_ends` on rows of this shape; raises unless they are (G,) int32
+    and there are no matrices of rows."""
+    require_dtype(op, "group_ends", ends, "int32")
+    require_rank(op, "group_ends", ends, 1)
+    if ends != NO_ENDS and len(shape) != 2:
+        fail(ValueError, op, "group_ends", f"ends for {len(shape)} dims", "allowed: none, or rows of 2 dims")
+    return shape[-2], 1
 
 
 def require_ends_of(op: KernelOp, ends: Sequence[int], tokens: tuple[int, int]) -> None:

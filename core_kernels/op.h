@@ -45,9 +45,18 @@ struct Call {
   std::span<const int64_t> attrs;
 };
 
-// Writes every byte of every output. Throws std::invalid_argument when the data break the op's contract, for example a
-// row map that points outside its input; nothing outside the outputs is written before.
+// Writes every byte of every output, but for what the op's documentation leaves unspecified. Throws
+// std::invalid_argument when the data break the op's contract, for example a row map that points outside its input;
+// nothing outside the outputs is written before.
 using Run = void (*)(const Call&);
+
+// The rows up to the last of the group ends, at most `rows`. The ends follow `arguments` inputs; all rows without ends.
+inline int64_t rows_with_ends(const Call& call, size_t arguments, int64_t rows) {
+  const int64_t groups = call.in.size() > arguments ? call.in[arguments].dim(0) : 0;
+  if (groups == 0) return rows;
+  const int64_t end = call.in[arguments].as<const int32_t>()[groups - 1];
+  return end < 0 ? 0 : end < rows ? end : rows;
+}
 
 struct Op {
   const char* name;

@@ -50,6 +50,8 @@ def signature(op: KernelOp, array: Any, result: Any) -> inspect.Signature:
     """The signature of a frontend's function: arrays, then options, each by position or by name."""
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     arrays = [inspect.Parameter(name, kind, annotation=array) for name in op.inputs]
+    if op.optional_ends:
+        arrays[-1] = arrays[-1].replace(default=None)
     options = [option.replace(kind=kind) for option in op.options.values()]
     return inspect.Signature([*arrays, *options], return_annotation=result)
 

@@ -78,6 +78,11 @@ _INTERPRETER = {op: Tiles(m=64, n=64 if t.n > 1 else 1, k=64 if t.k > 1 else 1) 
 _TABLES = {"interpreter": _INTERPRETER, "sm_90": _GPU, "sm_100": _SM100}
 
 
+MOST_PROGRAMS = 8192
+"""Programs of a kernel whose programs loop over rows: a few times as many as a GPU runs at once. The rows are known on
+the device alone, and a program costs time even if it has none."""
+
+
 def cdiv(a: int, b: int) -> int:
     """Tiles of `b` that cover `a`.
 
@@ -85,6 +90,15 @@ def cdiv(a: int, b: int) -> int:
     2
     """
     return -(-a // b)
+
+
+def looping_programs(tiles: int) -> int:
+    """Programs of a kernel that loop over `tiles` tiles; of a symbolic number of tiles that number.
+
+    >>> looping_programs(100), looping_programs(100_000)
+    (100, 8192)
+    """
+    return min(tiles, MOST_PROGRAMS) if isinstance(tiles, int) else tiles
 
 
 def next_power_of_2(n: int) -> int:

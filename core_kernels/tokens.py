@@ -5,6 +5,15 @@ import triton.language as tl
 
 
 @triton.jit
+def rows_with_ends(group_ends, M, G: tl.constexpr):
+    """The rows up to the last of G ends, at most M; M where there are no ends."""
+    rows = M
+    if G > 0:
+        rows = tl.minimum(tl.maximum(tl.load(group_ends + G - 1), 0), M)
+    return rows
+
+
+@triton.jit
 def tokens_of(start, end, M, MULTIPLE: tl.constexpr):
     """First and last token of a group, and whether the group is whole: its ends are multiples of MULTIPLE in 0..M, in
     order.

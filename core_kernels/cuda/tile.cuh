@@ -138,12 +138,6 @@ struct StagedCodes {
     }
   }
 
-  // Stages zeros for a block of a lane's columns.
-  __device__ void clear(int block, int col) {
-#pragma unroll
-    for (int i = 0; i < 2 * kLaneColumns; ++i) codes[col + i / 2][swizzled(2 * block + i % 2, col)] = {};
-  }
-
   template <int kThreads>
   __device__ void write(Outputs out, const Grid& grid, const TileCoord& at) const {
     const int64_t first = (at.batch * grid.cols + at.col) * grid.rows + at.row;

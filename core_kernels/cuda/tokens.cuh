@@ -9,6 +9,15 @@
 
 namespace mxep::cuda {
 
+// The rows up to the last group end; of `groups` = 0 ends all rows. An op's group ends may be left out.
+struct EndedRows {
+  const int32_t* ends;
+  int groups;
+  int64_t rows;
+
+  __device__ int64_t count() const { return groups ? min(int64_t{max(__ldg(ends + groups - 1), 0)}, rows) : rows; }
+};
+
 struct Tokens {
   int begin, end;
   bool whole;  // the ends are multiples of kEnds, in order, and at most the number of tokens

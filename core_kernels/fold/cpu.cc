@@ -11,7 +11,7 @@ void fold_rows(const Call& call) {
   const uint8_t *q = call.in[0].as<const uint8_t>(), *sf = call.in[1].as<const uint8_t>();
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
   const int headroom = static_cast<int>(call.attrs[0]);
-  parallel_ranges(call.out[1].leading(0), k, [=](int64_t begin, int64_t end) {
+  parallel_ranges(rows_with_ends(call, 2, call.out[1].leading(0)), k, [=](int64_t begin, int64_t end) {
     vectorized([=]() MXEP_ALWAYS_INLINE {
       for (int64_t m = begin; m < end; ++m) {
         const int first = row_scale(sf + m * scales, std::min(scales, kSpanBlocks));
@@ -29,7 +29,7 @@ void permute_mx_fold(const Call& call) {
   const auto map = checked_map("permute_mx_fold", call.in[1], packed.dim(0));
   const uint8_t* rows = packed.as<const uint8_t>();
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
-  parallel_ranges(map.size(), width, [=](int64_t begin, int64_t end) {
+  parallel_ranges(rows_with_ends(call, 2, call.out[1].dim(0)), width, [=](int64_t begin, int64_t end) {
     vectorized([=]() MXEP_ALWAYS_INLINE {
       for (int64_t i = begin; i < end; ++i) {
         if (map[i] < 0) {
@@ -73,8 +73,6 @@ void fold_groups(const Call& call) {
               span_sf[slot * rows + r] = span_scale_byte(largest);
               fold_blocks(q + from, scale, span_scale_byte(largest), qf + from, blocks);
             }
-          } else {
-            std::memset(qf + r * m + group.begin, 0, m - group.begin);
           }
           for (; slot < group.end_slot; ++slot) span_sf[slot * rows + r] = 0;
         }

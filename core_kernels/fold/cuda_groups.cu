@@ -41,16 +41,16 @@ struct GroupsFold : TokenGroups {
 
 // The span of a slot.
 struct alignas(16) Slot {
-  int32_t block, blocks;  // its first block in a row, and how many it has; none in a slot without a span
+  int32_t block, blocks;  // its first block in a row, and how many it has; none in a slot without a group's span
   int32_t before;         // blocks of its group before it
-  uint8_t grouped;        // 0 past the last end
   uint8_t least_scale;    // 255 in a group whose ends break the contract
 
   static __device__ Slot of(const GroupsFold& p, int64_t slot) {
     const SpanTokens span = SpanTokens::of(p, slot);
-    const auto blocks = static_cast<int32_t>(max(span.end - span.begin, int64_t{0}) / kBlock);
+    const int64_t tokens = span.group < p.groups ? max(span.end - span.begin, int64_t{0}) : 0;
+    const auto blocks = static_cast<int32_t>(tokens / kBlock);
     return {static_cast<int32_t>(span.begin / kBlock), blocks,
-            blocks ? static_cast<int32_t>(slot - span.first) * kSpanBlocks : 0, span.group < p.groups,
+            blocks ? static_cast<int32_t>(slot - span.first) * kSpanBlocks : 0,
             static_cast<uint8_t>(p.unless_broken(span.group, 0))};
   }
 };
@@ -105,7 +105,7 @@ __device__ void choose_scales(const GroupsFold& p, Shared& s, int64_t row, int i
   uint32_t words[kSpanBlocks / 4] = {}, largest = 0;
 #pragma unroll
   for (int b = 0; b < kSpanBlocks; ++b) {
-    const uint32_t magnitude = b < slot.blocks && slot.grouped ? magnitude_at(sf + slot.block + b) : 0;
+    const uint32_t magnitude = b < slot.blocks ? magnitude_at(sf + slot.block + b) : 0;
     largest = max(largest, magnitude);
     words[b / 4] |= magnitude << b % 4 * 8;
   }
@@ -118,12 +118,12 @@ __device__ void choose_scales(const GroupsFold& p, Shared& s, int64_t row, int i
   }
   if (before > lane) largest = max(largest, running);
   largest = max(largest, 1);  // without a scale as with the smallest
-  s.scales[lane][in_cta] = max(slot.blocks && slot.grouped ? largest - 1 : 0, uint32_t{slot.least_scale});
+  s.scales[lane][in_cta] = max(slot.blocks ? largest - 1 : 0, uint32_t{slot.least_scale});
   uint32_t factors[kSpanBlocks];
 #pragma unroll
   for (int b = 0; b < kSpanBlocks; ++b) {
-    const uint32_t magnitude = words[b / 4] >> b % 4 * 8 & 0xFF, of_nan = slot.grouped ? kF16Nan : 0;
-    factors[b] = magnitude ? fold_power(magnitude, largest) : of_nan;
+    const uint32_t magnitude = words[b / 4] >> b % 4 * 8 & 0xFF;
+    factors[b] = magnitude ? fold_power(magnitude, largest) : kF16Nan;
   }
   *reinterpret_cast<uint4*>(s.factors[in_cta][lane]) =
       make_uint4(__byte_perm(factors[0], factors[1], 0x5410), __byte_perm(factors[2], factors[3], 0x5410),
@@ -144,10 +144,10 @@ __global__ void __launch_bounds__(kThreads, kCtas) fold_spans(const __grid_const
 
   const Slot slot = s.slots[half];
   const int block = lane * 16 / kBlock;
-  const bool writes = block < slot.blocks, reads = writes && slot.grouped;
+  const bool writes = block < slot.blocks;
   int64_t at = first_row * p.tokens + int64_t{slot.block} * kBlock + lane * 16;
   const auto load = [&](int r, int ahead) {
-    return reads && r < rows ? __ldg(reinterpret_cast<const uint4*>(p.q + ahead * p.tokens + at)) : uint4{};
+    return writes && r < rows ? __ldg(reinterpret_cast<const uint4*>(p.q + ahead * p.tokens + at)) : uint4{};
   };
   // Rows past the last one count as the last, and are not written.
 #pragma unroll
@@ -188,8 +188,8 @@ void fold_groups(const Call& call, cudaStream_t stream) {
   p.slots = p.tokens / kSpan + p.groups;
   p.qf = call.out[0].as<uint8_t>();
   p.span_sf = call.out[1].as<uint8_t>();
-  // One slot more than `slots`: a span may begin where the tokens past the last end begin.
-  p.across = grid_x(op, ceil_div(p.slots + 1, kSlots));
+  if (p.slots == 0) return;
+  p.across = grid_x(op, ceil_div(p.slots, kSlots));
   launch_kernel(op, fold_spans, grid_x(op, ceil_div(p.rows, kRows) * p.across), kThreads, 0, stream, p);
 }
 

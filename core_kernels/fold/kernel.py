@@ -1,8 +1,8 @@
 """Triton kernels of folding; plan.py draws the operands.
 
 A program of `fold_kernel`, `permute_fold_kernel` and `quantize_fold_kernel` holds whole rows, since a row's scale needs
-all of its blocks. A program of `fold_groups_kernel` processes the spans of a group in order, with a running maximum per
-row.
+all of its blocks, and loops over the rows up to the last end. A program of `fold_groups_kernel` processes the spans of
+a group in order, with a running maximum per row.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ..formats import E8M0_NAN, HEADROOM, SPAN
 from ..mx_math import BLOCK_MX, F32_NAN, e4m3_to_f32, f32_to_e4m3, quantize_blocks, to_f32
-from ..tokens import tokens_of
+from ..tokens import rows_with_ends, tokens_of
 
 NAN_BYTE: tl.constexpr = tl.constexpr(E8M0_NAN)
 SPAN_MX: tl.constexpr = tl.constexpr(SPAN)
@@ -50,47 +50,55 @@ def store_folded(
 
 @triton.jit
 def fold_kernel(
-    q, sf, M, qf, row_sf,
-    K: tl.constexpr, headroom: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    q, sf, group_ends, M, qf, row_sf,
+    K: tl.constexpr, G: tl.constexpr, headroom: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
     scales: tl.constexpr = K // BLOCK_MX
-    q_tile = tl.load(q + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0)
-    sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=(m < M)[:, None] & (kb < scales)[None, :], other=0)
-    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, m, k, kb, M, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inside = (m < rows)[:, None]
+        q_tile = tl.load(q + m[:, None] * K + k[None, :], mask=inside & (k < K)[None, :], other=0)
+        sf_tile = tl.load(sf + m[:, None] * scales + kb[None, :], mask=inside & (kb < scales)[None, :], other=0)
+        blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+        store_folded(blocks, sf_tile, m, k, kb, rows, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
 def permute_fold_kernel(
-    packed, row_map, R, P, qf, row_sf,
-    K: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    packed, row_map, group_ends, R, P, qf, row_sf,
+    K: tl.constexpr, G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
     scales: tl.constexpr = K // BLOCK_MX
-    row = tl.load(row_map + i, mask=i < P, other=-1).to(tl.int64)
-    tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
-    real, first = ((row >= 0) & (row < R))[:, None], packed + (row * (K + scales))[:, None]
-    q_tile = tl.load(first + k[None, :], mask=real & (k < K)[None, :], other=0)
-    sf_tile = tl.load(first + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
-    blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    store_folded(blocks, sf_tile, i, k, kb, P, qf, row_sf, K, 0, HW_CAST, BLOCK_M, BLOCK_K)
+    rows = rows_with_ends(group_ends, P, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        i = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        row = tl.load(row_map + i, mask=i < rows, other=-1).to(tl.int64)
+        tl.device_assert((row >= -1) & (row < R), "row_map points outside the input")
+        real, first = ((row >= 0) & (row < R))[:, None], packed + (row * (K + scales))[:, None]
+        q_tile = tl.load(first + k[None, :], mask=real & (k < K)[None, :], other=0)
+        sf_tile = tl.load(first + K + kb[None, :], mask=real & (kb < scales)[None, :], other=0)
+        blocks = tl.reshape(q_tile, (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+        store_folded(blocks, sf_tile, i, k, kb, rows, qf, row_sf, K, 0, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
 def quantize_fold_kernel(
-    x, M, qf, row_sf,
-    K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, headroom: tl.constexpr,
+    x, group_ends, M, qf, row_sf,
+    K: tl.constexpr, G: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr, headroom: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     k, kb = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_K // BLOCK_MX)
-    v = tl.load(x + m[:, None] * K + k[None, :], mask=(m < M)[:, None] & (k < K)[None, :], other=0.0)
-    blocks = tl.reshape(to_f32(v), (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
-    q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
-    store_folded(q_blocks, sf_tile, m, k, kb, M, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        v = tl.load(x + m[:, None] * K + k[None, :], mask=(m < rows)[:, None] & (k < K)[None, :], other=0.0)
+        blocks = tl.reshape(to_f32(v), (BLOCK_M, BLOCK_K // BLOCK_MX, BLOCK_MX))
+        q_blocks, sf_tile = quantize_blocks(blocks, 2, rounding, satfinite, HW_CAST)
+        store_folded(q_blocks, sf_tile, m, k, kb, rows, qf, row_sf, K, headroom, HW_CAST, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -98,7 +106,7 @@ def fold_groups_kernel(
     q, sf, group_ends, R, M, qf, span_sf,
     G: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of one group of columns, span by span. The columns past the last end are group G."""
+    """BLOCK_M rows of one group of columns, span by span. Group G, after the last one, has slots alone."""
     BLOCKS: tl.constexpr = SPAN_MX // BLOCK_MX
     r, group = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.program_id(1)
     in_r, pitch = (r < R)[:, None], M // BLOCK_MX
@@ -111,23 +119,20 @@ def fold_groups_kernel(
     slot, end_slot = start // BLOCKS + group, end // BLOCKS + group + (group < G).to(tl.int32)
 
     largest = tl.zeros((BLOCK_M,), tl.int32)  # scale byte + 1; 0: no scale so far
-    for b0 in range(start, end, BLOCKS):
+    for b0 in range(start, tl.where(group < G, end, start), BLOCKS):
         b, m = b0 + tl.arange(0, BLOCKS), tl.arange(0, SPAN_MX) + b0 * BLOCK_MX
         inside, at = in_r & (m < end * BLOCK_MX)[None, :], r[:, None] * (pitch * BLOCK_MX) + m[None, :]
-        if group < G:
-            byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
-            byte = byte.to(tl.int32)
-            here = tl.max(tl.where(byte == NAN_BYTE, 0, byte + 1), 1)
-            headroom = tl.where((b0 == start) & (here > 0), HEADROOM_MX, 0)
-            largest = tl.maximum(largest, tl.minimum(here + headroom, NAN_BYTE))
-            scale = tl.maximum(largest - 1, 0)
-            blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
-            folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
-            tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
-            tl.store(span_sf + slot * R + r, tl.where(broken, NAN_BYTE, scale).to(tl.uint8), mask=r < R)
-            slot += 1
-        else:
-            tl.store(qf + at, tl.zeros((BLOCK_M, SPAN_MX), tl.uint8), mask=inside)
+        byte = tl.load(sf + r[:, None] * pitch + b[None, :], mask=in_r & (b < end)[None, :], other=NAN_BYTE)
+        byte = byte.to(tl.int32)
+        here = tl.max(tl.where(byte == NAN_BYTE, 0, byte + 1), 1)
+        headroom = tl.where((b0 == start) & (here > 0), HEADROOM_MX, 0)
+        largest = tl.maximum(largest, tl.minimum(here + headroom, NAN_BYTE))
+        scale = tl.maximum(largest - 1, 0)
+        blocks = tl.reshape(tl.load(q + at, mask=inside, other=0), (BLOCK_M, BLOCKS, BLOCK_MX))
+        folded = fold_tile(blocks, byte, scale[:, None], 2, HW_CAST)
+        tl.store(qf + at, tl.reshape(folded, (BLOCK_M, SPAN_MX)), mask=inside)
+        tl.store(span_sf + slot * R + r, tl.where(broken, NAN_BYTE, scale).to(tl.uint8), mask=r < R)
+        slot += 1
     for unused in range(slot, end_slot):
         no_scale = tl.zeros((BLOCK_M,), tl.int32) + tl.where(broken, NAN_BYTE, 0)
         tl.store(span_sf + unused * R + r, no_scale.to(tl.uint8), mask=r < R)

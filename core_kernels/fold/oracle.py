@@ -1,4 +1,4 @@
-"""The definition of the folds in numpy. Bytes are exact."""
+"""The definition of the folds in numpy. Bytes are exact, up to the last group end; what is past it is unspecified."""
 
 import numpy as np
 
@@ -72,8 +72,8 @@ def fold_groups(q: Array, sf: Array, group_ends: Array) -> Pair:
     scales.
 
     The scale of the group's first span is 2^HEADROOM times larger than it needs, so that later spans seldom raise it. A
-    NaN block is ignored when scales are chosen and becomes elements 0x7F. Columns past the last end become zeros, and
-    so do the scales of slots without a span.
+    NaN block is ignored when scales are chosen and becomes elements 0x7F. The scales of slots without a span are zeros,
+    and here the columns past the last end too.
     """
     rows, m = q.shape
     qf, span_sf = np.zeros_like(q), np.zeros((spans(m, len(group_ends)), rows), np.uint8)

@@ -20,14 +20,26 @@ group, before the largest byte of the group is known. A GEMM rescales its accumu
     spans    | 0       | 1         | 2   | 0              | 1   |
     slot     0         1           2     3 = 544/256 + 1  4           S = spans(M, G) slots; unused slots are 0
 
-Columns past the last end become zeros. On a GPU the host does not check ends: an end that is no multiple of 32 counts
-as the multiple below it, and all slots of the groups on both sides of it have scale 255, NaN. So have the slots of
-groups that end before they begin or beyond M.
+Columns past the last end are unspecified: nothing reads or writes them. On a GPU the host does not check ends: an end
+that is no multiple of 32 counts as the multiple below it, and all slots of the groups on both sides of it have scale
+255, NaN. So have the slots of groups that end before they begin or beyond M.
 """
 
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, headroom_attrs, scale_attrs, spans
-from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
+from ..launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    check_optional_ends,
+    require_dtype,
+    require_multiple,
+    require_rank,
+)
 from ..quantize.plan import FLOATS, SCALES, check_scaled, tile_whole_rows, whole_row_types
 from ..tiles import cdiv, tiles
 
@@ -36,20 +48,23 @@ HEADROOM = """headroom: 0 to 7; blocks are folded to the largest scale of the ro
             largest."""
 
 
-def _check_fold(q: ArrayType, sf: ArrayType, *, headroom: int = 0) -> Signature:
-    check_scaled("fold_rows", q, sf, 2, 3)
-    return Signature(whole_row_types("fold_rows", "q", q.shape), headroom_attrs("fold_rows", headroom))
+def _check_fold(q: ArrayType, sf: ArrayType, group_ends: ArrayType = NO_ENDS, *, headroom: int = 0) -> Signature:
+    op = "fold_rows"
+    check_scaled(op, q, sf, 2, 3)
+    tokens = check_optional_ends(op, group_ends, q.shape)
+    return Signature(whole_row_types(op, "q", q.shape), headroom_attrs(op, headroom), tokens)
 
 
 def _check_quantize_fold(
-    x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False, headroom: int = 0
-) -> Signature:
+    x: ArrayType, group_ends: ArrayType = NO_ENDS, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,
+    headroom: int = 0,
+) -> Signature:  # fmt: skip
     op = "quantize_row_fold"
     require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")
     attrs = {**scale_attrs(op, rounding, satfinite), **headroom_attrs(op, headroom)}
-    return Signature(whole_row_types(op, "x", x.shape), attrs)
+    return Signature(whole_row_types(op, "x", x.shape), attrs, check_optional_ends(op, group_ends, x.shape))
 
 
 def _check_fold_groups(q: ArrayType, sf: ArrayType, group_ends: ArrayType) -> Signature:
@@ -76,6 +91,7 @@ fold_rows = KernelOp(
     Args:
         q: (..., M, K) E4M3, 2 or 3 dims, K a positive multiple of 32.
         sf: (..., M, K/32) E8M0. Both uint8.
+        {ROWS_UP_TO}
         {HEADROOM}
 
     Returns:
@@ -93,11 +109,12 @@ fold_rows = KernelOp(
         >>> qf[0, ::32].tolist(), row_sf.tolist()  # 0.5 and 1 under 2^1
         ([48, 56], [128])
     """,
-    ("q", "sf"),
+    ("q", "sf", "group_ends"),
     ("qf", "row_sf"),
     _check_fold,
     tile_whole_rows,
     "fold.kernel:fold_kernel",
+    optional_ends=True,
 )
 quantize_row_fold = KernelOp(
     "quantize_row_fold",
@@ -105,6 +122,7 @@ quantize_row_fold = KernelOp(
 
     Args:
         x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
+        {ROWS_UP_TO}
         {SCALES}
         {HEADROOM}
 
@@ -120,11 +138,12 @@ quantize_row_fold = KernelOp(
         >>> qf[0, ::32].tolist(), row_sf.tolist()
         ([120, 112], [120])
     """,
-    ("x",),
+    ("x", "group_ends"),
     ("qf", "row_sf"),
     _check_quantize_fold,
     tile_whole_rows,
     "fold.kernel:quantize_fold_kernel",
+    optional_ends=True,
 )
 fold_groups = KernelOp(
     "fold_groups",
@@ -137,7 +156,8 @@ fold_groups = KernelOp(
 
     Returns:
         qf (R, M) E4M3 and span_sf (M // 256 + G, R) E8M0, as uint8. A scale is the largest so far in the group, times 8
-        in its first span; group g begins at slot start // 256 + g. Columns past the last end and unused slots are 0.
+        in its first span; group g begins at slot start // 256 + g. Unused slots are 0. Columns of qf past the last end
+        are unspecified.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

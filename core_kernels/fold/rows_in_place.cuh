@@ -11,6 +11,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/launch.h"
+#include "cuda/tokens.cuh"
 #include "fold/folded_tile.cuh"
 #include "fold/magnitudes.cuh"
 
@@ -18,7 +19,8 @@ namespace mxep::cuda {
 
 template <int kResults>
 struct RowsInPlace {
-  int64_t rows, cols;  // rows: a multiple of kRowsOfCta
+  EndedRows rows;  // a multiple of kRowsOfCta; the rows past the last end keep their bytes, their sums are 0
+  int64_t cols;
   uint8_t *qf[kResults], *row_sf[kResults];
   const uint8_t* scales;  // of the blocks before any fold: (pairs of blocks, kResults, rows, 2)
   const uint8_t* least;   // (kResults, rows): magnitudes of the scales that blocks have at least
@@ -33,13 +35,17 @@ template <int kResults, int kSlices>
 __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_constant__ RowsInPlace<kResults> p) {
   extern __shared__ uint16_t staged[];  // (kResults, kRowsOfCta, pairs)
   __shared__ float part_sums[kSlices][kRowsOfCta];
-  const int64_t first_row = int64_t{blockIdx.x} * kRowsOfCta;
+  const int64_t first_row = int64_t{blockIdx.x} * kRowsOfCta, all_rows = p.rows.rows;
+  if (first_row >= p.rows.count()) {
+    if (p.sum && threadIdx.x < kRowsOfCta) p.sum[first_row + threadIdx.x] = 0;
+    return;
+  }
   const int pairs = p.pairs, blocks = static_cast<int>(p.cols / kBlock);
   for (int i = threadIdx.x; i < kResults * pairs * 2; i += kRowThreads) {
     const int pair = i / 2 % pairs, which = i / 2 / pairs, half = i % 2;
-    const uint4 eight =
-        __ldg(reinterpret_cast<const uint4*>(p.scales + ((int64_t{pair} * kResults + which) * p.rows + first_row) * 2) +
-              half);
+    const uint4 eight = __ldg(
+        reinterpret_cast<const uint4*>(p.scales + ((int64_t{pair} * kResults + which) * all_rows + first_row) * 2) +
+        half);
     const uint32_t words[] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
     for (int r = 0; r < 8; ++r)
@@ -49,7 +55,7 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
     const int row = threadIdx.x % kRowsOfCta, slice = threadIdx.x / kRowsOfCta;
     float sum = 0;
 #pragma unroll 8
-    for (int i = slice; i < blocks; i += kSlices) sum += __ldg(p.parts + i * p.rows + first_row + row);
+    for (int i = slice; i < blocks; i += kSlices) sum += __ldg(p.parts + i * all_rows + first_row + row);
     part_sums[slice][row] = sum;
   }
   __syncthreads();
@@ -66,7 +72,7 @@ __global__ void __launch_bounds__(kRowThreads) fold_rows_in_place(const __grid_c
     const int which = line / kRowsOfCta;
     const int64_t row = first_row + line % kRowsOfCta;
     const auto* scales = reinterpret_cast<const uint8_t*>(staged + line * pairs);
-    const uint32_t least = __ldg(p.least + which * p.rows + row);
+    const uint32_t least = __ldg(p.least + which * all_rows + row);
     uint32_t largest = least;
     for (int i = lane; i < blocks; i += 32) largest = max(largest, (scales[i] + 1u) & 0xFF);
     largest = __reduce_max_sync(~0u, largest);
@@ -97,7 +103,7 @@ template <int kSlices, int kResults>
 void fold_in_place(const char* op, const RowsInPlace<kResults>& folds, cudaStream_t stream) {
   constexpr auto kKernel = fold_rows_in_place<kResults, kSlices>;
   const auto bytes = static_cast<int>(kResults * kRowsOfCta * folds.pairs * sizeof(uint16_t));
-  launch_kernel(op, kKernel, grid_x(op, folds.rows / kRowsOfCta), kRowThreads, bytes, stream, folds);
+  launch_kernel(op, kKernel, grid_x(op, folds.rows.rows / kRowsOfCta), kRowThreads, bytes, stream, folds);
 }
 
 }  // namespace mxep::cuda

@@ -54,13 +54,15 @@ struct Part {
 
 template <typename Word>
 __global__ void __launch_bounds__(kThreads, kBlocks)
-    gather_rows(const __grid_constant__ Peers peers, const int32_t* map, int64_t rows_of_rank, int64_t num_rows,
-                Part part) {
+    gather_rows(const __grid_constant__ Peers peers, const int32_t* map, const int32_t* mapped, int64_t rows_of_rank,
+                int64_t num_rows, Part part) {
   __shared__ const char* shared[kMostPeers];
   const Ranks ranks(peers, rows_of_rank, shared);
   const int lane = threadIdx.x % 32;
   const int64_t words = part.width / static_cast<int64_t>(sizeof(Word));
-  const Run run(num_rows, (int64_t)blockIdx.x * kWarps + threadIdx.x / 32, (int64_t)gridDim.x * kWarps);
+  // The warps share the rows that have a source, and then the zeros of the rest.
+  const int64_t sources = min(int64_t{max(*mapped, 0)}, num_rows);
+  const Run run(sources, (int64_t)blockIdx.x * kWarps + threadIdx.x / 32, (int64_t)gridDim.x * kWarps);
   for (int64_t row = run.begin; row < run.end; ++row) {
     const char* start = ranks.row(map[row], part.stride);
     const auto* in = reinterpret_cast<const Word*>(start + part.first);
@@ -68,17 +70,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 #pragma unroll 4
     for (int64_t w = lane; w < words; w += 32) out[w] = start ? in[w] : Word{};
   }
+  auto* out = reinterpret_cast<Word*>(part.out);
+  const int64_t thread = (int64_t)blockIdx.x * kThreads + threadIdx.x, threads = (int64_t)gridDim.x * kThreads;
+  for (int64_t w = sources * words + thread; w < num_rows * words; w += threads) out[w] = Word{};
 }
 
 // Launches with the widest word that every row's first byte is a multiple of.
 void gather(const char* op, const Call& call, const Peers& peers, cudaStream_t stream, Part part) {
   const Array &rows = call.in[0], &map = call.in[1];
   const int64_t word = std::gcd(std::gcd(std::gcd(part.stride, part.first), part.width), int64_t{16});
-  const auto* places = map.as<const int32_t>();
+  const auto *places = map.as<const int32_t>(), *mapped = call.in[3].as<const int32_t>();
   const auto launch = [&]<typename Word>(Word) {
     const unsigned blocks =
         std::min<int64_t>(grid_x(op, ceil_div(map.dim(0), kWarps)), int64_t{multiprocessors(op)} * kBlocks);
-    launch_kernel(op, gather_rows<Word>, blocks, kThreads, 0, stream, peers, places, rows.dim(0), map.dim(0), part);
+    launch_kernel(op, gather_rows<Word>, blocks, kThreads, 0, stream, peers, places, mapped, rows.dim(0), map.dim(0),
+                  part);
   };
   if (word == 16)
     launch(uint4{});

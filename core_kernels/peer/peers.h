@@ -25,7 +25,8 @@ struct Peers {
   const int32_t* place;  // of this device
 };
 
-// Launches on `stream` of the current device. in: the rows, the map, place; out, attrs: of the op.
+// Launches on `stream` of the current device. in: the rows, the map, place, of a gather the number of rows (1,) int32
+// after which the map is -1 alone; out, attrs: of the op.
 struct PeerOp {
   const char* name;
   int num_inputs, num_outputs, num_attrs;
@@ -37,8 +38,8 @@ void permute_mx_of_peers(const Call& call, const Peers& peers, cudaStream_t stre
 void combine_of_peers(const Call& call, const Peers& peers, cudaStream_t stream);
 
 inline constexpr PeerOp kPeerOps[] = {
-    {"permute_rows", 3, 1, 0, permute_rows_of_peers},
-    {"permute_mx", 3, 2, 0, permute_mx_of_peers},
+    {"permute_rows", 4, 1, 0, permute_rows_of_peers},
+    {"permute_mx", 4, 2, 0, permute_mx_of_peers},
     {"combine", 3, 1, 0, combine_of_peers},
 };
 

@@ -208,7 +208,7 @@ def report(
     def fold(name: str, pair: Any, headroom: int, ends: Array = host_ends) -> Any:
         """Measure the operand folded to one scale per row."""
         q, sf = pair
-        q, sf, qf, row_sf = map(to_numpy, (q, sf, *ops.fold_rows(q, sf, headroom)))
+        q, sf, qf, row_sf = map(to_numpy, (q, sf, *ops.fold_rows(q, sf, headroom=headroom)))
         q, sf, qf = (part.reshape(-1, part.shape[-1]) for part in (q, sf, qf))
         of[name] = measure(q, sf, qf, np.broadcast_to(row_sf.reshape(-1, 1), sf.shape), row_slices(ends))
         return pair
@@ -233,7 +233,7 @@ def report(
 
     d = fold("dout", ops.quantize_row(dout, rounding), 0)
     dh = product(d, weight("w2_t", ops.quantize_col(w2, rounding)), None)
-    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
+    dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, prob, None, alpha, limit, offset)
     fold("dgate", ops.quantize_row(dgate, rounding), GRADIENT_HEADROOM)
     weight("w1_t", ops.quantize_col(w1, rounding))
     fold("dup", ops.quantize_row(dup, rounding), GRADIENT_HEADROOM)

@@ -123,7 +123,7 @@ void for_each_row(const Call& call, const Row& row) {
   const int64_t k = call.in[0].dim(-1);
   uint8_t *qf = call.out[0].as<uint8_t>(), *row_sf = call.out[1].as<uint8_t>();
   with_data(call.in[0], [&]<typename T>(const T* x) {
-    parallel_ranges(call.out[1].leading(0), k * sizeof(T), [=](int64_t begin, int64_t end) {
+    parallel_ranges(rows_with_ends(call, 1, call.out[1].leading(0)), k * sizeof(T), [=](int64_t begin, int64_t end) {
       vectorized([=]() MXEP_ALWAYS_INLINE {
         for (int64_t m = begin; m < end; ++m) row_sf[m] = row(x + m * k, qf + m * k, k);
       });

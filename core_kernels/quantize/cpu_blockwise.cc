@@ -71,7 +71,7 @@ void transpose(const T* x, T* out, int64_t matrices, int64_t m, int64_t k) {
 
 }  // namespace
 
-void quantize_blockwise(const Call& call) { quantize(call, 1, call.in[0].leading(1), 1); }
+void quantize_blockwise(const Call& call) { quantize(call, 1, rows_with_ends(call, 1, call.in[0].leading(1)), 1); }
 
 void quantize_squares(const Call& call) { quantize(call, call.in[0].leading(2), call.in[0].dim(-2), kSquare); }
 

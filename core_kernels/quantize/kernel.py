@@ -1,13 +1,14 @@
 """Triton kernels of quantization and dequantization; plan.py draws the operands.
 
 A program of `row_kernel`, `row_packed_kernel` and `col_kernel` reads one tile of x and quantizes it. A program of
-`rowwise_kernel` holds whole rows, since a row's scale needs all of the row.
+`rowwise_kernel` holds whole rows, since a row's scale needs all of the row, and loops over the rows up to the last end.
 """
 
 import triton
 import triton.language as tl
 
 from ..mx_math import BLOCK_MX, dequantize_blocks, f32_to_bf16, quantize_blocks, to_f32
+from ..tokens import rows_with_ends
 
 
 @triton.jit
@@ -106,13 +107,15 @@ def dequantize_kernel(
 
 @triton.jit
 def rowwise_kernel(
-    x, M, qf, row_sf,
-    K: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
+    x, group_ends, M, qf, row_sf,
+    K: tl.constexpr, G: tl.constexpr, rounding: tl.constexpr, satfinite: tl.constexpr,
     HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    m, k = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
-    inside, at = (m < M)[:, None] & (k < K)[None, :], m[:, None] * K + k[None, :]
-    v = to_f32(tl.load(x + at, mask=inside, other=0.0))
-    q, sf = quantize_blocks(v, 1, rounding, satfinite, HW_CAST)
-    tl.store(qf + at, q, mask=inside)
-    tl.store(row_sf + m, sf, mask=m < M)
+    k, rows = tl.arange(0, BLOCK_K), rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.num_programs(0)):
+        m = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inside, at = (m < rows)[:, None] & (k < K)[None, :], m[:, None] * K + k[None, :]
+        v = to_f32(tl.load(x + at, mask=inside, other=0.0))
+        q, sf = quantize_blocks(v, 1, rounding, satfinite, HW_CAST)
+        tl.store(qf + at, q, mask=inside)
+        tl.store(row_sf + m, sf, mask=m < rows)

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ..formats import E4M3_MAX, SMALLEST_SCALE, SQUARE, Rounding
 from ..mx_math import F32_INF, F32_NAN, e8m0_to_f32, f32_to_e4m3, scale_byte, to_f32
+from ..tokens import rows_with_ends
 
 SIDE: tl.constexpr = tl.constexpr(SQUARE)
 LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
@@ -38,22 +39,26 @@ def _inverse(scale):
 
 @triton.jit
 def rows_kernel(
-    x, M, q, sf,
-    K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, group_ends, M, q, sf,
+    K: tl.constexpr, G: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """Tiles of the rows up to the last end."""
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BLOCKS: tl.constexpr = BLOCK_K // SIDE
     scales: tl.constexpr = (K + SIDE - 1) // SIDE
-    tile = tl.program_id(0)
-    m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
-    m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
-    inside, at = (m < M)[:, None] & (k < K)[None, :], m[:, None] * K + k[None, :]
-    v = tl.reshape(to_f32(tl.load(x + at, mask=inside, other=0.0)), (BLOCK_M, BLOCKS, SIDE))
-    scale = _scale(tl.max(_magnitude(v), 2), power_of_two)
-    bytes = f32_to_e4m3(v * tl.expand_dims(_inverse(scale), 2), HW_CAST)
-    tl.store(q + at, tl.reshape(bytes, (BLOCK_M, BLOCK_K)), mask=inside)
-    block = k0 // SIDE + tl.arange(0, BLOCKS)
-    tl.store(sf + m[:, None] * scales + block[None, :], scale, mask=(m < M)[:, None] & (block < scales)[None, :])
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
+        m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+        m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
+        inside, at = (m < rows)[:, None] & (k < K)[None, :], m[:, None] * K + k[None, :]
+        v = tl.reshape(to_f32(tl.load(x + at, mask=inside, other=0.0)), (BLOCK_M, BLOCKS, SIDE))
+        scale = _scale(tl.max(_magnitude(v), 2), power_of_two)
+        bytes = f32_to_e4m3(v * tl.expand_dims(_inverse(scale), 2), HW_CAST)
+        tl.store(q + at, tl.reshape(bytes, (BLOCK_M, BLOCK_K)), mask=inside)
+        block = k0 // SIDE + tl.arange(0, BLOCKS)
+        inside_sf = (m < rows)[:, None] & (block < scales)[None, :]
+        tl.store(sf + m[:, None] * scales + block[None, :], scale, mask=inside_sf)
 
 
 @triton.jit

@@ -28,18 +28,21 @@ from typing import Any
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, packed_width, scale_attrs
 from ..launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
     ArrayType,
     Call,
     KernelOp,
     Signature,
     Tiling,
+    check_optional_ends,
     fail,
     require_dtype,
     require_multiple,
     require_rank,
     require_shape,
 )
-from ..tiles import cdiv, row_tiles, tiles
+from ..tiles import cdiv, looping_programs, row_tiles, tiles
 
 FLOATS = ("bfloat16", "float32")
 SCALES = """rounding: how a scale is chosen, RCEIL (0) or FLOOR (1).
@@ -108,10 +111,12 @@ def _compose_both(call: Callable[..., tuple[Any, ...]], x: Any, **options: Any) 
 
 
 def tile_whole_rows(call: Call, arch: str) -> Tiling:
-    """Programs that hold whole rows: the scale of a row is not known before its last value."""
+    """Programs that hold whole rows: the scale of a row is not known before its last value. They loop over the rows up
+    to the last end."""
     *lead, k = call.out[0].shape
-    m, t = math.prod(lead), row_tiles(call.op, arch, k)
-    return t.tiling((cdiv(m, t.m),), {"M": m}, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m, BLOCK_K=t.k)
+    m, t, (groups,) = math.prod(lead), row_tiles(call.op, arch, k), call.inputs[-1].shape
+    blocks = {"K": k, "G": groups, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": t.m, "BLOCK_K": t.k}
+    return t.tiling((looping_programs(cdiv(m, t.m)),), {"M": m}, **blocks)
 
 
 def _check_row(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
@@ -152,11 +157,14 @@ def _check_dequantize(q: ArrayType, sf: ArrayType, *, out_dtype: str = "bfloat16
     return Signature((out,))
 
 
-def _check_rowwise(x: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False) -> Signature:
+def _check_rowwise(
+    x: ArrayType, group_ends: ArrayType = NO_ENDS, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False
+) -> Signature:
     op = "quantize_rowwise"
     _check_x(op, x, 2, 3)
     require_multiple(op, "x", x.shape[-1], BLOCK, "last dim")  # grouped_mm_fold takes no other rows
-    return Signature(whole_row_types(op, "x", x.shape), scale_attrs(op, rounding, satfinite))
+    tokens = check_optional_ends(op, group_ends, x.shape)
+    return Signature(whole_row_types(op, "x", x.shape), scale_attrs(op, rounding, satfinite), tokens)
 
 
 quantize_row = KernelOp(
@@ -297,6 +305,7 @@ quantize_rowwise = KernelOp(
 
     Args:
         x: (..., M, K) bf16 or fp32, 2 or 3 dims, K a positive multiple of 32.
+        {ROWS_UP_TO}
         {SCALES}
 
     Returns:
@@ -312,9 +321,10 @@ quantize_rowwise = KernelOp(
         >>> qf[0, :2].tolist(), row_sf.tolist()  # 448 and 224 under 2^1
         ([126, 118], [128])
     """,
-    ("x",),
+    ("x", "group_ends"),
     ("qf", "row_sf"),
     _check_rowwise,
     tile_whole_rows,
     "quantize.kernel:rowwise_kernel",
+    optional_ends=True,
 )

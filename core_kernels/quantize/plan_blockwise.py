@@ -16,8 +16,20 @@ import math
 
 from ..dispatch import facts
 from ..formats import SQUARE
-from ..launch import ArrayType, Call, KernelOp, Signature, Tiling, fail, require_dtype, require_rank
-from ..tiles import cdiv, tiles
+from ..launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    check_optional_ends,
+    fail,
+    require_dtype,
+    require_rank,
+)
+from ..tiles import cdiv, looping_programs, tiles
 from .plan import FLOATS
 
 POWER_OF_TWO = """power_of_two: whether scales are rounded up to powers of two."""
@@ -30,10 +42,12 @@ def _check(op: str, x: ArrayType, sf: tuple[int, ...], power_of_two: bool) -> Si
     return Signature((ArrayType(x.shape, "uint8"), ArrayType(sf, "float32")), {"power_of_two": int(power_of_two)})
 
 
-def _check_rows(x: ArrayType, *, power_of_two: bool = False) -> Signature:
-    require_rank("quantize_blockwise", "x", x, 2, 3)
+def _check_rows(x: ArrayType, group_ends: ArrayType = NO_ENDS, *, power_of_two: bool = False) -> Signature:
+    op = "quantize_blockwise"
+    require_rank(op, "x", x, 2, 3)
     *lead, k = x.shape
-    return _check("quantize_blockwise", x, (*lead, cdiv(k, SQUARE)), power_of_two)
+    signature = _check(op, x, (*lead, cdiv(k, SQUARE)), power_of_two)
+    return signature._replace(tokens=check_optional_ends(op, group_ends, x.shape))
 
 
 def _check_squares(x: ArrayType, *, power_of_two: bool = False) -> Signature:
@@ -45,9 +59,9 @@ def _check_squares(x: ArrayType, *, power_of_two: bool = False) -> Signature:
 def _tile_rows(call: Call, arch: str) -> Tiling:
     *lead, k = call.inputs[0].shape
     m, t = math.prod(lead), tiles(call.op, arch, row_width=k)
-    width = max(t.k, SQUARE)
-    grid = (cdiv(m, t.m) * cdiv(k, width),)
-    return t.tiling(grid, {"M": m}, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m, BLOCK_K=width)
+    width, (groups,) = max(t.k, SQUARE), call.inputs[1].shape
+    blocks = {"K": k, "G": groups, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": t.m, "BLOCK_K": width}
+    return t.tiling((looping_programs(cdiv(m, t.m) * cdiv(k, width)),), {"M": m}, **blocks)
 
 
 def _check_squares_both(x: ArrayType, *, power_of_two: bool = False) -> Signature:
@@ -73,6 +87,7 @@ quantize_blockwise = KernelOp(
 
     Args:
         x: (..., M, K) bf16 or fp32, 2 or 3 dims.
+        {ROWS_UP_TO}
         {POWER_OF_TWO}
 
     Returns:
@@ -91,11 +106,12 @@ quantize_blockwise = KernelOp(
     Source:
         DeepSeek-V3 Technical Report, section 3.3.2.
     """,
-    ("x",),
+    ("x", "group_ends"),
     ("q", "sf"),
     _check_rows,
     _tile_rows,
     "quantize.kernel_blockwise:rows_kernel",
+    optional_ends=True,
 )
 quantize_squares = KernelOp(
     "quantize_squares",

@@ -113,14 +113,15 @@ MXEP_INLINE void compute_strip(const Result (&results)[N], bf16* scratch, int64_
 }
 
 template <int N, typename Compute>
-void for_each_strip(const Result (&results)[N], const Array& gate, ScaleRule rule, const Compute& compute) {
+void for_each_strip(const Result (&results)[N], const Array& gate, int64_t end_row, ScaleRule rule,
+                    const Compute& compute) {
   const int64_t m = gate.dim(0), f = gate.dim(1), height = results[0].q_t ? kStripRows : 8;
-  const int64_t strips = (m + height - 1) / height;
+  const int64_t strips = (end_row + height - 1) / height;
   parallel_ranges(strips, height * f * 2 * static_cast<int64_t>(sizeof(bf16)), [=](int64_t begin, int64_t end) {
     alignas(64) static thread_local bf16 buffer[N * kScratch];
     bf16* scratch = buffer;
     for (int64_t s = begin; s < end; ++s) {
-      const int64_t top = s * height, rows = std::min(height, m - top);
+      const int64_t top = s * height, rows = std::min(height, end_row - top);
       vectorized([&]() MXEP_ALWAYS_INLINE { compute_strip(results, scratch, top, rows, m, f, rule, compute); });
     }
   });
@@ -133,7 +134,9 @@ void forward(const Call& call, Along along, const By& by) {
   const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
     forward_values(gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], by);
   };
-  for_each_strip({result_arrays(call.out, along)}, call.in[0], along ? scale_rule(call) : ScaleRule{}, compute);
+  const ScaleRule rule = along ? scale_rule(call) : ScaleRule{};
+  for_each_strip({result_arrays(call.out, along)}, call.in[0], rows_with_ends(call, 3, call.in[0].dim(0)), rule,
+                 compute);
 }
 
 template <typename By>
@@ -142,6 +145,7 @@ void backward(const Call& call, Along along, const By& by) {
   const float* prob = call.in[3].dim(0) ? call.in[3].as<const float>() : nullptr;
   const auto half = call.out.size() / 2;
   float* dprob = call.out.back().as<float>();
+  const int64_t rows = rows_with_ends(call, 4, call.in[1].dim(0));
   if (prob) std::fill_n(dprob, call.in[3].dim(0), 0.0f);
   const auto compute = [=](int64_t row, int64_t at, int64_t n, bf16* const* out) MXEP_ALWAYS_INLINE {
     const float sum = backward_values(dh + at, gate + at, up + at, prob ? prob[row] : 1.0f, n, out[0], out[1], by);
@@ -149,7 +153,7 @@ void backward(const Call& call, Along along, const By& by) {
   };
   const Result results[] = {result_arrays(call.out.first(half), along),
                             result_arrays(call.out.subspan(half, half), along)};
-  for_each_strip(results, call.in[1], along ? scale_rule(call) : ScaleRule{}, compute);
+  for_each_strip(results, call.in[1], rows, along ? scale_rule(call) : ScaleRule{}, compute);
 }
 
 void forward(const Call& call, Along along) {

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..mx_math import f32_to_bf16, to_f32
 from ..mx_math import sigmoid as _sigmoid
+from ..tokens import rows_with_ends
 
 ONE_BITS, INFINITY_BITS = tl.constexpr(0x3F800000), tl.constexpr(0x7F800000)
 """The bits of fp32: alpha, limit and offset of silu(gate) * up are 1, infinity and 0."""
@@ -37,56 +38,60 @@ def _gated(g, u, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
 
 @triton.jit
 def forward_kernel(
-    gate, up, prob, M, h,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    gate, up, prob, group_ends, M, h,
+    F: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
+    offset: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One (BLOCK_M, BLOCK_K) tile of h."""
-    tile = tl.program_id(0)
+    """(BLOCK_M, BLOCK_K) tiles of the rows of h up to the last end."""
     k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
-    m0, k0 = (tile // k_tiles).to(tl.int64) * BLOCK_M, (tile % k_tiles) * BLOCK_K
-    m, k = m0 + tl.arange(0, BLOCK_M), k0 + tl.arange(0, BLOCK_K)
-    at, inside = m[:, None] * F + k[None, :], (m < M)[:, None] & (k < F)[None, :]
-    g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
-    u = to_f32(tl.load(up + at, mask=inside, other=0.0))
-    _, silu, u = _gated(g, u, alpha, limit, offset, HW_CAST)
-    v = silu * u
-    if WEIGHTED:
-        v = v * tl.load(prob + m, mask=m < M, other=0.0)[:, None]
-    tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
+        m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+        m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
+        at, inside = m[:, None] * F + k[None, :], (m < rows)[:, None] & (k < F)[None, :]
+        g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+        u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+        _, silu, u = _gated(g, u, alpha, limit, offset, HW_CAST)
+        v = silu * u
+        if WEIGHTED:
+            v = v * tl.load(prob + m, mask=m < rows, other=0.0)[:, None]
+        tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
 
 
 @triton.jit
 def bwd_kernel(
-    dh, gate, up, prob, M, dgate, dup, dprob,
-    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    dh, gate, up, prob, group_ends, M, dgate, dup, dprob,
+    F: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr,
+    offset: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_M rows of dgate and dup, tile by tile from left to right.
+    """Strips of BLOCK_M rows of dgate and dup up to the last end, tile by tile from left to right.
 
     Programs along axis 1 share the tiles of a strip. With `prob` there is one program per strip, which also sums dprob.
+    Past the last end dprob is zeros.
     """
-    m0 = tl.program_id(0).to(tl.int64) * BLOCK_M
-    m = m0 + tl.arange(0, BLOCK_M)
-    total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
-    if WEIGHTED:
-        p = tl.load(prob + m, mask=m < M, other=0.0)[:, None]
-    for k0 in range(tl.program_id(1) * BLOCK_K, F, tl.num_programs(1) * BLOCK_K):
-        k = k0 + tl.arange(0, BLOCK_K)
-        at, inside = m[:, None] * F + k[None, :], (m < M)[:, None] & (k < F)[None, :]
-        g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
-        u = to_f32(tl.load(up + at, mask=inside, other=0.0))
-        d = to_f32(tl.load(dh + at, mask=inside, other=0.0))
-        sig, silu, u_offset = _gated(g, u, alpha, limit, offset, HW_CAST)
+    rows = rows_with_ends(group_ends, M, G)
+    for strip in range(tl.program_id(0), tl.cdiv(M if WEIGHTED else rows, BLOCK_M), tl.num_programs(0)):
+        m = (strip * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
         if WEIGHTED:
-            total += d * (silu * u_offset)
-            d = d * p
-        steep = silu if alpha == ONE_BITS else silu * _number(alpha)
-        v_gate, v_up = (d * u_offset) * (sig + steep * (1.0 - sig)), d * silu
-        if limit != INFINITY_BITS:
-            most = _number(limit)
-            v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
-        tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
-        tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
-    if WEIGHTED:
-        tl.store(dprob + m, tl.sum(total, 1), mask=m < M)
+            p = tl.load(prob + m, mask=m < rows, other=0.0)[:, None]
+        end = tl.where(strip * BLOCK_M < rows, F, 0)
+        for k0 in range(tl.program_id(1) * BLOCK_K, end, tl.num_programs(1) * BLOCK_K):
+            k = k0 + tl.arange(0, BLOCK_K)
+            at, inside = m[:, None] * F + k[None, :], (m < rows)[:, None] & (k < F)[None, :]
+            g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+            u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+            d = to_f32(tl.load(dh + at, mask=inside, other=0.0))
+            sig, silu, u_offset = _gated(g, u, alpha, limit, offset, HW_CAST)
+            if WEIGHTED:
+                total += d * (silu * u_offset)
+                d = d * p
+            steep = silu if alpha == ONE_BITS else silu * _number(alpha)
+            v_gate, v_up = (d * u_offset) * (sig + steep * (1.0 - sig)), d * silu
+            if limit != INFINITY_BITS:
+                most = _number(limit)
+                v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
+            tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
+            tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
+        if WEIGHTED:
+            tl.store(dprob + m, tl.sum(total, 1), mask=m < M)

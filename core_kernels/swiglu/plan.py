@@ -23,18 +23,21 @@ from typing import Any
 from ..dispatch import facts
 from ..formats import BLOCK, Rounding, scale_attrs
 from ..launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
     ArrayType,
     Call,
     KernelOp,
     Signature,
     Tiling,
+    check_optional_ends,
     require_dtype,
     require_multiple,
     require_rank,
     require_shape,
 )
 from ..quantize.plan import SCALES, col_types, quantize_both, quantize_col, quantize_row
-from ..tiles import cdiv, strip_tiles, tiles
+from ..tiles import cdiv, looping_programs, strip_tiles, tiles
 from .activation import swiglu_attrs
 
 UNWEIGHTED = (0,)
@@ -76,20 +79,21 @@ def _result_types(op: str, h: ArrayType, quantize: KernelOp | None) -> tuple[Arr
 def _tile_forward(call: Call, arch: str) -> Tiling:
     m, f = call.inputs[0].shape
     t = tiles(call.op, arch, row_width=f)
-    return t.tiling((cdiv(m, t.m) * cdiv(f, t.k),), {"M": m}, **_meta(call, arch, t.m, t.k))
+    return t.tiling((looping_programs(cdiv(m, t.m) * cdiv(f, t.k)),), {"M": m}, **_meta(call, arch, t.m, t.k))
 
 
 def _tile_backward(call: Call, arch: str) -> Tiling:
     """With `prob` a program takes whole rows, also empty ones, since dprob is a sum over a row."""
     m, f = call.inputs[0].shape
     t = strip_tiles(call.op, arch, f)
-    across = 1 if call.inputs[-1].shape != UNWEIGHTED else cdiv(f, t.k)
-    return t.tiling((cdiv(m, t.m), across), {"M": m}, **_meta(call, arch, t.m, t.k))
+    across = 1 if call.inputs[-2].shape != UNWEIGHTED else cdiv(f, t.k)
+    return t.tiling((looping_programs(cdiv(m, t.m)), across), {"M": m}, **_meta(call, arch, t.m, t.k))
 
 
 def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
-    f, weighted = call.inputs[0].shape[1], call.inputs[-1].shape != UNWEIGHTED
-    return {"F": f, "WEIGHTED": weighted, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}
+    *_, prob, group_ends = call.inputs
+    shape = {"F": call.inputs[0].shape[1], "G": group_ends.shape[0], "WEIGHTED": prob.shape != UNWEIGHTED}
+    return {**shape, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}
 
 
 def _tile_quantized(call: Call, arch: str) -> Tiling:
@@ -109,7 +113,7 @@ def _compose_all(
 def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = False) -> KernelOp:
     """quantize: the quantization of the results, h, or dgate and dup. hidden: a backward has h too, along columns."""
     backward = op.startswith("swiglu_bwd")
-    inputs = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
+    arguments = ("dh", "gate", "up", "prob") if backward else ("gate", "up", "prob")
     results = ("dgate", "dup") if backward else ("h",)
     scaled = [f"_{part}" for part in quantize.outputs] if quantize else [""]
     outputs = (
@@ -119,14 +123,16 @@ def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = 
     )
 
     def out(*arrays: ArrayType) -> tuple[ArrayType, ...]:
-        shape = check_arrays(op, dict(zip(inputs[:-1], arrays[:-1], strict=True)), arrays[-1])
+        shape = check_arrays(op, dict(zip(arguments[:-1], arrays[:-1], strict=True)), arrays[-1])
         result = _result_types(op, ArrayType(shape, "bfloat16"), quantize)
         if not backward:
             return result
         return *result, *result, *(col_types(arrays[0]) if hidden else ()), arrays[-1]
 
-    def check(*arrays: ArrayType, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Signature:
-        return Signature(out(*arrays), swiglu_attrs(op, alpha, limit, offset))
+    def check(*inputs: ArrayType, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Signature:
+        *arrays, group_ends = inputs if len(inputs) > len(arguments) else (*inputs, NO_ENDS)
+        tokens = check_optional_ends(op, group_ends, arrays[0].shape)
+        return Signature(out(*arrays), swiglu_attrs(op, alpha, limit, offset), tokens)
 
     def check_quantized(
         *arrays: ArrayType, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,
@@ -145,9 +151,10 @@ def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = 
 
     if quantize:
         how = _compose_all if hidden else compose
-        return KernelOp(op, doc, inputs, outputs, check_quantized, _tile_quantized, compose=how)
+        return KernelOp(op, doc, arguments, outputs, check_quantized, _tile_quantized, compose=how)
     tile, kernel = (_tile_backward, "bwd_kernel") if backward else (_tile_forward, "forward_kernel")
-    return KernelOp(op, doc, inputs, outputs, check, tile, f"swiglu.kernel:{kernel}")
+    inputs = *arguments, "group_ends"
+    return KernelOp(op, doc, inputs, outputs, check, tile, f"swiglu.kernel:{kernel}", optional_ends=True)
 
 
 swiglu = _define(
@@ -157,6 +164,7 @@ swiglu = _define(
     Args:
         gate: (M, F) bf16.
         {UP_PROB}
+        {ROWS_UP_TO}
         {NUMBERS}
 
     Returns:
@@ -233,10 +241,11 @@ swiglu_bwd = _define(
         dh: (M, F) bf16.
         gate: (M, F) bf16.
         {UP_PROB}
+        {ROWS_UP_TO}
         {NUMBERS}
 
     Returns:
-        dgate and dup (M, F) bf16, and dprob (M,) fp32, or (0,) with prob of shape (0,).
+        dgate and dup (M, F) bf16, and dprob (M,) fp32, zeros past the last end, or (0,) with prob of shape (0,).
 
     Raises:
         ValueError: shape.

@@ -80,17 +80,25 @@ class Peers(Reader):
         place, devices = _place(self.across)
         axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
         rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
+        # A gather shares the rows that have a source among its threads: others may be most of the rows.
+        mapped = () if name == "combine" else (_mapped(row_map),)
         if not rows.size or not row_map.size:
             return HERE.read(name, rows, jnp.full_like(row_map, -1), **options)
 
-        def of_peers(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
+        def of_peers(*inputs: jax.Array) -> tuple[jax.Array, ...]:
             arguments = {"name": name, "options": tuple(options.items()), "devices": devices}
-            return tuple(vary(x, axes) for x in peers_p.bind(rows, row_map, place, **arguments))
+            return tuple(vary(x, axes) for x in peers_p.bind(*inputs, **arguments))
 
-        def definition(rows: jax.Array, row_map: jax.Array, place: jax.Array) -> tuple[jax.Array, ...]:
+        def definition(rows: jax.Array, row_map: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(vary(x, axes) for x in HERE.read(name, all_ranks(rows, self.across), row_map, **options))
 
-        return lax.platform_dependent(rows, row_map, place, cuda=of_peers, default=definition)
+        return lax.platform_dependent(rows, row_map, place, *mapped, cuda=of_peers, default=definition)
+
+
+def _mapped(row_map: jax.Array) -> jax.Array:
+    """(1,) int32, the number of rows after which the map is -1 alone."""
+    row = jnp.arange(1, row_map.shape[0] + 1, dtype=jnp.int32)
+    return jnp.where(row_map >= 0, row, 0).max(initial=0, keepdims=True)
 
 
 def reader_of(op: str, across: Across) -> Reader:
@@ -122,7 +130,7 @@ def _place(across: Axes) -> tuple[jax.Array, int]:
 
 
 @peers_p.def_abstract_eval
-def _abstract_eval(rows, row_map, place, *, name: str, options: tuple, devices: int):
+def _abstract_eval(rows, row_map, place, *_mapped, name: str, options: tuple, devices: int):
     signature = ops.OPS[name].signature(array_type(rows), array_type(row_map), *_OPERANDS[name], **dict(options))
     return list(map(aval, signature.out))
 

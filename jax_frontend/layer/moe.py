@@ -39,6 +39,7 @@ from ..ops.mesh import AnyMesh, Axes, axes_of, axis_names, axis_size, mesh_of, o
 from ..ops.mx_array import MXArray, MXGradArray
 from ..ops.shapes import Float, Float32, Int
 from ..products.ffn import Biases, grouped_swiglu_ffn
+from ..products.ffn import swiglu_ffn as _swiglu_ffn
 from ..products.weights import Weights, recipe_of
 from ..routing.permute import sort_by_expert
 from ..routing.router import Routing, check_chosen, external_routing, tokens_and_logits
@@ -417,7 +418,8 @@ def _experts(
         biases = Biases(b1, b3, b2)
     # The groups are padded already.
     options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
-    return grouped_swiglu_ffn(groups, w1, w3, w2, route, prob_P, biases=biases, **options)
+    # `combine` and its gradient read no row past the last end.
+    return _swiglu_ffn(groups, w1, w3, w2, route, prob_P, biases=biases, clear_rest=False, **options)
 
 
 def _local(experts: Params, axes: tuple[str, ...]) -> tuple[Weights, Weights, Weights]:

@@ -85,7 +85,8 @@ def numerics_report(
     form = MXForm("mx", recipe.rounding, recipe.wgrad_mx, upcasts=False)
 
     def product(x: MX, w: MX, bias: jax.Array | None) -> jax.Array:
-        return form.mm(x, w, ends, "bfloat16", None if bias is None else AddedBias(bias.astype(jnp.float32)))
+        added = None if bias is None else AddedBias(bias.astype(jnp.float32))
+        return form.mm(x, w, ends, "bfloat16", added, clear_rest=True)
 
     experts = params["experts"]
     w1, w3, w2 = (_values_of(experts[name]) for name in ("w1", "w3", "w2"))

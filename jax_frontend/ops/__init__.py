@@ -74,7 +74,9 @@ def _function(op: KernelOp) -> Callable[..., Any]:
             given = signature.bind(*arguments, **named).arguments
         except TypeError as error:
             raise TypeError(f"{op.name}: {error}") from None
-        arrays = [given.pop(name) for name in op.inputs]
+        arrays = [given.pop(name, None) for name in op.inputs]
+        if op.optional_ends and arrays[-1] is None:
+            del arrays[-1]
         outputs = _call(op, *arrays, **given)
         return outputs[0] if result is jax.Array else result(*outputs)
 

@@ -100,6 +100,8 @@ def call(op: KernelOp, *arrays: jax.Array, **options: object) -> tuple[jax.Array
     Raises ValueError or TypeError (see `KernelOp.check`) while tracing, and NotImplementedError while lowering where
     the platform has no kernel for the op.
     """
+    if op.optional_ends:
+        arrays = op.complete(arrays, jax.numpy.zeros(0, "int32"))
     for name, x in zip(op.inputs, arrays, strict=False):
         if not isinstance(x, jax.Array | np.ndarray):
             fail(TypeError, op.name, name, type(x).__name__, "allowed: a jax array")

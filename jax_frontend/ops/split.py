@@ -36,7 +36,11 @@ WHOLE_DIMS: dict[str, int] = {name: dims for dims, names in ((1, _BY_ROWS), (2, 
 Shape = tuple[int, ...]
 
 
-def _leading(op: KernelOp, first: Shape) -> int:
+def _leading(op: KernelOp, inputs: Sequence[Shape]) -> int:
+    """The dims that divide the work: none for an op with group ends, which count the rows of all devices."""
+    first = inputs[0]
+    if op.optional_ends and inputs[-1] != (0,):
+        return 0
     return max(len(first) - WHOLE_DIMS.get(op.name, len(first)), 0)
 
 
@@ -54,7 +58,7 @@ def _divisible(outputs: Sequence[Shape], leading: Shape) -> bool:
 
 def attributes(op: KernelOp, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> dict[str, ir.Attribute] | None:
     """What tells XLA to divide a custom call of the op, whose target is registered as batch partitionable."""
-    leading = inputs[0][: _leading(op, inputs[0])]
+    leading = inputs[0][: _leading(op, inputs)]
     known = all(isinstance(size, int) for size in chain(*inputs, *outputs))  # not the symbols of jax.export
     if not leading or not known or not _divisible(outputs, leading):
         return None
@@ -106,7 +110,7 @@ def over_parts(
     """run(*arrays) by each device on its part; None if no explicit axis splits the leading dims.
 
     Empty arrays stay on their side of the shard_map: jaxlib 0.11.2 aborts the process when one crosses."""
-    dims = _leading(op, arrays[0].shape)
+    dims = _leading(op, [x.shape for x in arrays])
     leading = arrays[0].shape[:dims]
     sharding, spec = _split_of(arrays, dims)
     if spec is None or 0 in leading or not _divisible([out.shape for out in outputs], leading):

@@ -60,12 +60,18 @@ Bias = Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None
 
 
 class Options(NamedTuple):
-    """Static arguments. weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h."""
+    """Static arguments.
+
+    weighted: `prob` multiplies b2 too; otherwise it only removes padding rows from h. clear_rest: rows past the last
+    end are zeros in the result and in the gradients of x and prob, and in products in between; otherwise they are
+    unspecified.
+    """
 
     form: Format
     activation: SwiGLU
     weighted: bool
     mx_grad: bool
+    clear_rest: bool
 
 
 class Biases(NamedTuple):
@@ -104,25 +110,25 @@ class Saved(NamedTuple):
     biases: Biases
 
 
-def _glu(gate, up, prob, options: Options) -> Glu:
-    return Glu(gate, up, row_probabilities(prob), options.activation.attributes)
+def _glu(gate, up, prob, ends, options: Options) -> Glu:
+    return Glu(gate, up, row_probabilities(prob), options.activation.attributes, ends)
 
 
 def _forward(rows, w1, w3, w2, group_ends, prob, biases: Biases, options: Options):
     """Return out, gate and up. rows: the row operand of x."""
     form = options.form
     weights = along_k(w1, form), along_k(w3, form)
-    gate, up = form.mm_pair(rows, weights[0], weights[1], group_ends, biases.b1, biases.b3)
-    h = form.hidden(_glu(gate, up, prob, options))
+    gate, up = form.mm_pair(rows, weights[0], weights[1], group_ends, biases.b1, biases.b3, options.clear_rest)
+    h = form.hidden(_glu(gate, up, prob, group_ends, options))
     added = None
     if biases.b2 is not None:
         added = AddedBias(biases.b2, prob if options.weighted else None)
-    return form.mm(h, along_k(w2, form), group_ends, "bfloat16", added), gate, up
+    return form.mm(h, along_k(w2, form), group_ends, "bfloat16", added, options.clear_rest), gate, up
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7,))
 def _ffn(x, w1, w3, w2, group_ends, prob, biases, options: Options):
-    out, _, _ = _forward(options.form.rows(x), w1, w3, w2, group_ends, prob, biases, options)
+    out, _, _ = _forward(options.form.rows(x, group_ends), w1, w3, w2, group_ends, prob, biases, options)
     return MXGradArray.of(out) if options.mx_grad else out
 
 
@@ -162,16 +168,17 @@ def _bias_gradients(values, grad, kept: Saved, options: Options) -> Biases:
 def _ffn_bwd(options: Options, kept: Saved, grad):
     form, ends, grad, biases = options.form, kept.group_ends, received(grad), kept.biases
     dout, dout_tokens = form.gradient(grad, ends)
-    dh = form.mm(form.rows(dout), along_n(kept.w2, form), ends, "bfloat16")
+    dh = form.mm(form.rows(dout, ends), along_n(kept.w2, form), ends, "bfloat16", clear_rest=options.clear_rest)
     need_values = biases.b1 is not None or biases.b3 is not None
-    found = form.swiglu_backward(dh, _glu(kept.gate, kept.up, kept.prob, options), ends, need_values)
+    found = form.swiglu_backward(dh, _glu(kept.gate, kept.up, kept.prob, ends, options), need_values)
     dprob = found.dprob
     dbiases = _bias_gradients(found.values, grad, kept, options)
     if options.weighted and biases.b2 is not None:
         dprob = dprob + bias_row_products(grad, biases.b2, ends)
     # Folded rows have the bytes of swiglu_bwd_fold, whichever op quantizes them.
-    dgate, dup = (form.rows(x, GRADIENT_HEADROOM) for x in (found.gate.rows, found.up.rows))
-    dx = form.mm_sum(dgate, along_n(kept.w1, form), dup, along_n(kept.w3, form), ends, kept.x.dtype)
+    dgate, dup = (form.rows(x, ends, GRADIENT_HEADROOM) for x in (found.gate.rows, found.up.rows))
+    weights = along_n(kept.w1, form), along_n(kept.w3, form)
+    dx = form.mm_sum(dgate, weights[0], dup, weights[1], ends, kept.x.dtype, options.clear_rest)
     tokens = kept.tokens or form.tokens(kept.x, ends)
     dw1, dw3 = form.wgrad_pair(found.gate.tokens, found.up.tokens, tokens, ends, (kept.w1.dtype, kept.w3.dtype))
     dw2 = form.wgrad(dout_tokens, found.hidden, ends, kept.w2.dtype)
@@ -184,7 +191,6 @@ _ffn.defvjp(_ffn_fwd, _ffn_bwd, symbolic_zeros=True)
 _ffn_jitted = jitted(_ffn, 7)
 
 
-@jax.named_scope("mxep.experts")
 def grouped_swiglu_ffn(
     x: Float[jax.Array, "P D"] | MXArray,
     w1: Float[jax.Array, "G F D"] | QuantizedWeights,
@@ -242,6 +248,17 @@ def grouped_swiglu_ffn(
     Source:
         Shazeer, "GLU Variants Improve Transformer", 2020.
     """
+    options = {"biases": biases, "activation": activation, "recipe": recipe, "pad_token_groups": pad_token_groups}
+    return swiglu_ffn(x, w1, w3, w2, group_ends, prob, **options, mx_grad=mx_grad, group_sizes=group_sizes)
+
+
+@jax.named_scope("mxep.experts")
+def swiglu_ffn(
+    x: Any, w1: Any, w3: Any, w2: Any, group_ends: Any, prob: jax.Array | None, *, biases: Any, activation: SwiGLU,
+    recipe: Recipe | str, pad_token_groups: bool, mx_grad: bool = False, group_sizes: Any = None,
+    clear_rest: bool = True,
+) -> jax.Array | MXGradArray:  # fmt: skip
+    """`grouped_swiglu_ffn`. clear_rest: of `Options`."""
     op, recipe = "grouped_swiglu_ffn", resolve_compute("grouped_swiglu_ffn", recipe)
     SwiGLU.check(op, activation)
     check_type(op, "mx_grad", mx_grad, bool)
@@ -250,7 +267,7 @@ def grouped_swiglu_ffn(
     group_ends = ends_of(op, group_ends, group_sizes, x, w1.shape[0])
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
-    options = Options(format_of(recipe), activation, prob is not None, mx_grad)
+    options = Options(format_of(recipe), activation, prob is not None, mx_grad, clear_rest)
     x, w1, w3, w2, prob, of_products = reverse_only(op, (x, w1, w3, w2, prob, of_products))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     alignment = recipe.alignment if pad_token_groups and recipe.wgrad_mx else 0
@@ -263,6 +280,7 @@ def _padded_ffn(op: str, x, w1, w3, w2, group_ends, prob, biases: Biases, option
     if alignment:
         x, maps = pad_groups(op, x, group_ends, alignment)
         group_ends, prob = maps.group_ends, _padded_prob(op, prob, biases, maps)
+        options = options._replace(clear_rest=False)  # the maps read no row past the last end
     x, w1, w3, w2, group_ends, prob, biases = vary_alike(x, w1, w3, w2, group_ends, prob, biases)
     out = _ffn_jitted(x, w1, w3, w2, group_ends, prob, biases, options)
     return ungather(op, out, maps.row_map, maps.inverse) if maps else out

@@ -47,18 +47,21 @@ from .weights import (
 
 
 class Options(NamedTuple):
-    """Static arguments."""
+    """Static arguments. clear_rest: rows past the last end are zeros in the result and in the gradient of x; otherwise
+    they are unspecified."""
 
     form: Format
     out_dtype: str
     mx_grad: bool
     layout: Layout
+    clear_rest: bool
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _grouped_mm(x, w, group_ends, bias, options: Options):
     form, added = options.form, None if bias is None else AddedBias(bias)
-    out = form.mm(form.rows(x), along_k(w, form, options.layout), group_ends, options.out_dtype, added)
+    rows, w = form.rows(x, group_ends), along_k(w, form, options.layout)
+    out = form.mm(rows, w, group_ends, options.out_dtype, added, options.clear_rest)
     return MXGradArray.of(out) if options.mx_grad else out
 
 
@@ -88,7 +91,8 @@ def _grouped_mm_bwd(options: Options, residuals: Saved, grad):
     grad = received(grad)
     dbias = None if bias is None else bias_gradient(grad, group_ends)
     dout, dout_tokens = form.gradient(grad, group_ends)
-    dx = form.mm(form.rows(dout), along_n(w, form, layout), group_ends, x.dtype)
+    w_n = along_n(w, form, layout)
+    dx = form.mm(form.rows(dout, group_ends), w_n, group_ends, x.dtype, clear_rest=options.clear_rest)
     tokens = tokens or form.tokens(x, group_ends)
     a, b = (dout_tokens, tokens) if layout == "GNK" else (tokens, dout_tokens)
     dw = form.wgrad(a, b, group_ends, w.dtype)
@@ -111,7 +115,8 @@ def unchecked_grouped_mm(
         x, maps = pad_groups("grouped_mm", x, group_ends, recipe.alignment)
         group_ends = maps.group_ends
     x, w, group_ends, bias = vary_alike(x, w, group_ends, bias)
-    out = _grouped_mm_jitted(x, w, group_ends, bias, Options(format_of(recipe), out_dtype, mx_grad, layout))
+    options = Options(format_of(recipe), out_dtype, mx_grad, layout, clear_rest=maps is None)  # maps read no such row
+    out = _grouped_mm_jitted(x, w, group_ends, bias, options)
     return ungather("grouped_mm", out, maps.row_map, maps.inverse) if maps else out
 
 

@@ -26,7 +26,7 @@ def row_probabilities(prob: jax.Array | None) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _swiglu(gate: jax.Array, up: jax.Array, prob: jax.Array | None, activation: SwiGLU) -> jax.Array:
-    return ops.swiglu(gate, up, row_probabilities(prob), *activation.attributes)
+    return ops.swiglu(gate, up, row_probabilities(prob), None, *activation.attributes)
 
 
 def _swiglu_fwd(gate, up, prob, activation):
@@ -35,7 +35,7 @@ def _swiglu_fwd(gate, up, prob, activation):
 
 def _swiglu_bwd(activation, inputs, dh):
     gate, up, prob = inputs
-    dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, row_probabilities(prob), *activation.attributes)
+    dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, row_probabilities(prob), None, *activation.attributes)
     return dgate, dup, None if prob is None else dprob
 
 

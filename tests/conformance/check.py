@@ -4,6 +4,7 @@ Ops are compared here with their oracles, grouped products with fp64 sums; a fee
 """
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +14,7 @@ from mxep.core_kernels.grouped_gemm.exact import oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle_sm90
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 
+from ..cases import specified
 from ..compare import gemm_bound, same_bytes, sqnr_db
 from .backends import KERNEL_OPS, offers
 from .definitions import DEFINITIONS
@@ -30,6 +32,7 @@ __all__ = [
     "k_grouped",
     "m_grouped",
     "same_bytes",
+    "same_specified",
     "sqnr_db",
     "sums",
 ]
@@ -63,16 +66,20 @@ def fp8_sums(backend: str, op: str, got: Array, *operands: Array) -> None:
 
 @lru_cache(maxsize=1)
 def definition(case: Case) -> tuple[Arrays, Arrays]:
-    """The inputs of a case, and the outputs of its definition. Kept for the next backend of the case."""
+    """The inputs of a case, and the outputs of its definition. Kept for the next backend of the case. With optional
+    group ends it defines other rows too."""
     arrays = case.arrays()
-    want = DEFINITIONS[case.op](*arrays, **case.options_of())
+    op = KERNEL_OPS[case.op]
+    defined = arrays[:-1] if op.optional_ends and len(arrays) == len(op.inputs) else arrays
+    want = DEFINITIONS[case.op](*defined, **case.options_of())
     return arrays, tuple(want) if isinstance(want, tuple | list) else (want,)
 
 
 def as_defined(backend: str, case: Case, got: Any) -> None:
-    """Assert the bytes of the definition. A last output that is a sum in any order is within its bound instead."""
+    """Assert the bytes of the definition, where the op specifies them. A last output that is a sum in any order is
+    within its bound instead."""
     arrays, want = definition(case)
-    got = got if isinstance(got, tuple | list) else (got,)
+    got = with_rest(case, arrays, got if isinstance(got, tuple | list) else (got,), want)
     if case.op == "permute_rows":  # which copies the bits of a NaN
         got, want = ([x.view(f"u{x.itemsize}") for x in of] for of in (got, want))
     bound = next((bound for start, bound in BOUNDS.items() if case.op.startswith(start)), None)
@@ -82,6 +89,21 @@ def as_defined(backend: str, case: Case, got: Any) -> None:
         assert (total.shape, total.dtype) == (last.shape, last.dtype)
         bound(backend, case, total, arrays)
     same_bytes(got, want)
+
+
+def with_rest(case: Case, arrays: Arrays, got: Sequence[Array], want: Arrays) -> list[Array]:
+    """got, with the values of `want` where the op leaves them unspecified: past the last end."""
+    assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
+    op, filled = KERNEL_OPS[case.op], [np.array(w) for w in want]
+    for part, found in zip(specified(op, arrays, filled), specified(op, arrays, got), strict=True):
+        part[...] = found
+    return filled
+
+
+def same_specified(name: str, arrays: Sequence[Array], got: Sequence[Array], want: Sequence[Array]) -> None:
+    """Assert the same shapes, and the same bytes where the op specifies them."""
+    assert [x.shape for x in got] == [x.shape for x in want]
+    same_bytes(*(specified(KERNEL_OPS[name], arrays, x) for x in (got, want)))
 
 
 def dprob_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:

@@ -52,6 +52,10 @@ class Case(shared.Case):
             return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))
 
+    def specified(self, inputs: Tensors, outputs: Any) -> list[Any]:
+        """The parts of the outputs that the op specifies."""
+        return cases.specified(torch_ops.OPS[self.op], inputs, outputs)
+
     def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
         return tuple(to_torch(x).to(DEVICE) for x in self.arrays(seed, m))
 

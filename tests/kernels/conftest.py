@@ -57,6 +57,7 @@ def _run_guarded(op: KernelOp, run: Callable[[list, list], object], *inputs: np.
 
 
 def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+    inputs = op.complete(inputs, np.zeros(0, np.int32))
     launch = op.launch(*map(array_type, inputs), arch="interpreter", **options)
     if op.compose is not None and all(launch.grid):
         return op.compose(run_interpreted, *inputs, **options)
@@ -73,6 +74,7 @@ def run_interpreted(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.nd
 
 
 def run_cpp(op: KernelOp, *inputs: np.ndarray, **options) -> tuple[np.ndarray, ...]:
+    inputs = op.complete(inputs, np.zeros(0, np.int32))
     attrs = tuple(op.signature(*map(array_type, inputs), **options).attrs.values())
     return _run_guarded(op, lambda args, outs: cpp_bindings.run(op.name, args, outs, attrs), *inputs, **options)
 

@@ -107,15 +107,15 @@ class _PackedFFN(torch.autograd.Function):
         needs, form = PackedNeeds._make(ctx.needs_input_grad[:6]), call.options.form
         ctx.dtypes, ctx.call = (x.dtype, gate_up.dtype, down.dtype), call._replace(needs=needs)
         gate_up, down = call.weights(gate_up, down)
-        rows, tokens = form.activation(x, group_ends if call.options.whole_blocks and needs.gate_up else None)
+        rows, tokens = form.activation(x, group_ends, call.options.whole_blocks and needs.gate_up)
         first = quantize_for_call(gate_up, None, form, needs.x and call.save_bytes)
         last = quantize_for_call(down, None, form, needs.dh and call.save_bytes)
         if call.separate:
             gates, ups = _gates_and_ups(first.along_k)
-            gate, up = form.mm_pair(rows, gates, ups, _ends_of_pairs(group_ends), BF16)
+            gate, up = form.mm_pair(rows, gates, ups, _ends_of_pairs(group_ends), BF16, clear_rest=True)
         else:
             added = None if gate_up_bias is None else AddedBias(gate_up_bias)
-            gate, up = _split(form.mm(rows, first.along_k, group_ends, BF16, added), call.interleaved)
+            gate, up = _split(form.mm(rows, first.along_k, group_ends, BF16, added, clear_rest=True), call.interleaved)
         saved = PackedSaved(
             x=(tokens or x) if needs.gate_up else None,
             gate_up=(first.along_n or gate_up) if needs.x else None,
@@ -126,20 +126,21 @@ class _PackedFFN(torch.autograd.Function):
             prob=prob,
         )
         save(ctx, saved)
-        h = form.hidden(Glu(gate, up, prob, call.numbers))
-        return form.mm(h, last.along_k, group_ends, BF16, None if down_bias is None else AddedBias(down_bias))
+        h = form.hidden(Glu(gate, up, prob, call.numbers, group_ends))
+        added = None if down_bias is None else AddedBias(down_bias)
+        return form.mm(h, last.along_k, group_ends, BF16, added, clear_rest=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: PackedCall = ctx.call
         x, gate_up, down, ends, gate, up, prob = saved_by(ctx)
-        steps = BackwardOperands(call.options, ends, Glu(gate, up, prob, call.numbers))
+        steps = BackwardOperands(call.options, Glu(gate, up, prob, call.numbers, ends))
         del gate, up
         needs, form, dout = call.needs, call.options.form, grads[0]
         dx = dgate_up = ddown = dprob = dbias = found = None
         rows, tokens = steps.both(dout, form.gradient) if needs.down else Operands(dout)
         if needs.dh:
-            steps.dh = form.mm(form.rows(rows), along_n(down, form), ends, BF16)
+            steps.dh = form.mm(form.rows(rows, ends), along_n(down, form), ends, BF16, clear_rest=True)
             found = _swiglu_gradient(call, steps)
             dprob = found.dprob
         if needs.down:
@@ -211,9 +212,9 @@ def _input_gradient(
 ) -> Tensor:
     form, ends = call.options.form, steps.groups.ends
     if not call.separate:
-        return form.mm(form.rows(found.rows), gate_up, ends, dtype)
+        return form.mm(form.rows(found.rows, ends), gate_up, ends, dtype, clear_rest=True)
     (gates, ups), (dgate, dup) = _gates_and_ups(gate_up), map(steps.gradient_rows, found.rows)
-    return form.mm_sum(dgate, gates, dup, ups, _ends_of_pairs(ends), dtype)
+    return form.mm_sum(dgate, gates, dup, ups, _ends_of_pairs(ends), dtype, clear_rest=True)
 
 
 _packed_ffn = differentiable("packed_ffn", _PackedFFN)

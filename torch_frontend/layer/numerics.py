@@ -79,7 +79,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
 
     def product(x: Any, w: Any, bias: Tensor | None) -> Tensor:
         added = None if bias is None else AddedBias(bias.float())
-        return form.mm(MX._make(x), MX._make(w), ends, torch.bfloat16, added)
+        return form.mm(MX._make(x), MX._make(w), ends, torch.bfloat16, added, clear_rest=True)
 
     return report(
         ops, lambda t: t.cpu().numpy(), product, recipe, experts.activation.attributes,

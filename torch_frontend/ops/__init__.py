@@ -20,7 +20,7 @@ from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import KernelOp, require_dtype, require_multiple, require_rank, require_shape
 from ...core_kernels.permute import plan as permute
 from ...core_kernels.registry import OPS
-from .call import RUN, require_tensor
+from .call import RUN, require_tensor, with_ends
 from .call import call as _call
 from .launch import array_type, as_bytes, check_devices, check_float8, packed_buffer
 from .register import register as _register
@@ -33,6 +33,8 @@ _SCHEMA_TYPES = {int: "SymInt", bool: "bool", float: "float", str: "str", Roundi
 def schema(op: KernelOp) -> str:
     """The typed schema of an op: tensors, then options with their defaults."""
     arguments = [f"Tensor {name}" for name in op.inputs]
+    if op.optional_ends:
+        arguments[-1] = f"Tensor? {op.inputs[-1]}=None"
     for name, option in op.options.items():
         argument = f"{_SCHEMA_TYPES[option.annotation]} {name}"
         if option.default is not option.empty:
@@ -47,6 +49,7 @@ def _define(op: KernelOp) -> Callable[..., Any]:
     num_inputs, names = len(op.inputs), tuple(op.options)
 
     def fake(*args: Any) -> Any:
+        args = with_ends(op, args)
         tensors = args[:num_inputs]
         check_devices(op.name, op.inputs[0], tensors[0].device, **dict(zip(op.inputs, tensors, strict=True)))
         # Not `op.signature`: its cache hashes shapes, and symbolic sizes have no hash.

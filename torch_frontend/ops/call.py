@@ -112,7 +112,7 @@ def call_out(
     given: tuple[Tensor, ...], op: KernelOp, *tensors: Tensor, **options: int | bool | float | str
 ) -> tuple[Tensor, ...]:
     """`call` whose first outputs are written to `given`, which no input overlaps."""
-    outputs = RUN[op.name](*tensors, *_by_position(op, options), given=given)
+    outputs = RUN[op.name](*with_ends(op, tensors), *_by_position(op, options), given=given)
     return (outputs,) if isinstance(outputs, Tensor) else outputs
 
 
@@ -132,12 +132,22 @@ def _by_position(op: KernelOp, options: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def with_ends(op: KernelOp, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an op by position, with an empty tensor for optional `group_ends` that are left out or None."""
+    last = len(op.inputs) - 1
+    if not op.optional_ends or (len(args) > last and args[last] is not None):
+        return args
+    return *args[:last], args[0].new_empty(0, dtype=torch.int32), *args[last + 1 :]
+
+
 def _runner(op: KernelOp) -> Callable[..., Any]:
     """`call_out` with arguments by position: the tensors, then the values of as many options as there are. The body of
     an op of `torch.ops.mxep`, which returns a single output by itself."""
-    count, single = len(op.inputs), len(op.outputs) == 1
+    count, single, optional = len(op.inputs), len(op.outputs) == 1, op.optional_ends
 
     def run(*args: Any, given: tuple[Tensor, ...] = ()) -> Any:
+        if optional:
+            args = with_ends(op, args)
         tensors = args[:count]
         key = op, layouts(tensors), forced(), args[count:]
         prepared = known_calls.recent.get(key)

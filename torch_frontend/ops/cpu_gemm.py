@@ -1,6 +1,6 @@
 """Grouped products on a CPU: dequantize in C++ to fp32 (exact), then torch.matmul per group.
 
-    lhs [g0 g0 g1 | tail]  x  rhs_t[g]^T  -->  out [g0 g0 g1 | zeros]
+    lhs [g0 g0 g1 | tail]  x  rhs_t[g]^T  -->  out [g0 g0 g1 | unwritten]
 
 Products of fp32 values that come from E4M3 or bf16 are exact. The only errors are from the fp32 accumulation and the
 one rounding to the output dtype. A row is read by its own group alone: a NaN in a row past the last end has no effect.
@@ -31,13 +31,10 @@ def _groups(group_ends: Tensor) -> Iterator[tuple[int, slice]]:
 def _m_grouped(
     lhs: Tensor, rhs_t: Callable[[int], Tensor], group_ends: Tensor, out: Tensor, bias: Tensor | None = None
 ) -> None:
-    end = 0
     for group, rows in _groups(group_ends):
-        end = rows.stop
         if rows.start < rows.stop:
             product = lhs[rows] @ rhs_t(group).T
             out[rows] = product if bias is None else product + bias[group]
-    out[end:] = 0
 
 
 def grouped_mm_mx(

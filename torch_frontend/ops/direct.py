@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...core_kernels.launch import KernelOp
 from ...core_kernels.registry import OPS
 from .. import ops
-from .call import RUN
+from .call import RUN, with_ends
 from .private import dispatcher, in_forward_mode, open_modes, profiling, transformed
 
 PLAIN = {Tensor, nn.Parameter}
@@ -25,12 +25,13 @@ def _direct(op: KernelOp) -> Callable[..., Any]:
     overload = getattr(ops, op.name)
     if dispatcher is None or open_modes is None:
         return overload
-    num_inputs, run, modes = len(op.inputs), RUN[op.name], open_modes
+    num_inputs, run, modes, optional = len(op.inputs), RUN[op.name], open_modes, op.optional_ends
     is_compiling, is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
 
     def call(*args: Any) -> Any:
         if is_compiling() or modes() or profiling() or transformed():
             return overload(*args)
+        args = with_ends(op, args) if optional else args
         tensors = args[:num_inputs]
         if not PLAIN.issuperset(map(type, tensors)) or tensors[0].is_meta:
             return overload(*args)

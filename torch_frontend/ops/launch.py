@@ -141,7 +141,8 @@ def prepare_uncached(
     out, attrs, tokens = op.signature(*inputs, **options)
     check_float8(op.name, op.inputs, [dtype for _, dtype, _, _ in tensors])
     if implementation == "cpp":
-        runner = _matmul(op) if op.name in cpu_gemm.TABLE else _cpp(op, tuple(attrs.values()))
+        attributes = tuple(attrs.values())
+        runner = _matmul(op, *attributes) if op.name in cpu_gemm.TABLE else _cpp(op, attributes)
         return PreparedCall(arch, index, options, tokens, Outputs.of(out), runner)
     launch = op.launch(*inputs, arch=arch, **options)
     if implementation == "cuda" and launch.cuda_unsupported:
@@ -247,11 +248,14 @@ def _cpp(op: KernelOp, attrs: tuple[int, ...]) -> Runner:
     return lambda inputs, outputs: cpp_bindings.run(op.name, plain(inputs), outputs, attrs, torch.get_num_threads())
 
 
-def _matmul(op: KernelOp) -> Runner:
+def _matmul(op: KernelOp, clear_rest: int = False) -> Runner:
     def runner(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         # Autocast of the caller would change the dtype of an exact product.
         with torch.autocast("cpu", enabled=False):
             cpu_gemm.TABLE[op.name](*plain(inputs), *outputs)
+        if clear_rest:
+            for out in outputs:
+                out[inputs[-1][-1:].sum() :] = 0
 
     return runner
 

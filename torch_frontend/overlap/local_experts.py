@@ -148,7 +148,8 @@ class FFN(NamedTuple):
         values, cached, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.options.recipe)
         _check_experts(request, values[0].shape[0])
         inside = request.inside and request.probs is not None
-        call = ffn_call(op, values, x.device, inside, self.options)
+        options = self.options._replace(clear_rest=False)  # no transport reads a row past the last end
+        call = ffn_call(op, values, x.device, inside, options)
         return InChunks(FFNExperts(call, cached), (*values, *biases), values[2].shape[1])
 
 

@@ -29,12 +29,13 @@ Read = Callable[[Tensor, Tensor], Operands]
 class BackwardOperands:
     """Of one backward. It holds dh, gate, up and prob until a kernel has computed all that needs them."""
 
-    def __init__(self, options: ProductOptions, group_ends: Tensor, glu: Glu) -> None:
+    def __init__(self, options: ProductOptions, glu: Glu) -> None:
         self.form = options.form
         self.glu: Any = glu
         self.dh: Any = None
         self.hidden: Any = None  # h along the tokens, from `quantized` to `hidden_tokens`
-        self.groups = options.token_groups(group_ends, glu.gate.shape[0])
+        self.ends = glu.ends
+        self.groups = options.token_groups(glu.ends, glu.gate.shape[0])
         self.quantized_tokens = options.form.wgrad_mx and not options.pad
 
     def tokens(self, x: Any) -> Any:
@@ -42,7 +43,7 @@ class BackwardOperands:
 
     def gradient_rows(self, x: Any) -> Any:
         """Rows of dgate or dup. Folded, they have the bytes of swiglu_bwd_fold, whichever op quantizes them."""
-        return self.form.rows(x, GRADIENT_HEADROOM)
+        return self.form.rows(x, self.ends, GRADIENT_HEADROOM)
 
     def both(self, x: Tensor, read: Read) -> Operands:
         """Rows and tokens. Rows are not quantized yet if padding makes tokens another read."""
@@ -54,13 +55,13 @@ class BackwardOperands:
             return self.tokens(hidden)
         if not self.quantized_tokens:
             return self.tokens(self.glu.hidden())
-        gate, up, prob, numbers = self.glu
+        gate, up, prob, numbers, _ = self.glu
         return self.tokens(MX(*ops.swiglu_col(gate, up, prob, self.form.rounding, False, *numbers)))
 
     def values(self) -> tuple[Tensor, Tensor, Tensor]:
         """dgate and dup in bf16, and dprob."""
-        gate, up, prob, numbers = self.glu
-        return ops.swiglu_bwd(self.dh, gate, up, prob, *numbers)
+        gate, up, prob, numbers, ends = self.glu
+        return ops.swiglu_bwd(self.dh, gate, up, prob, ends, *numbers)
 
     def in_bf16(self, needs: Needs, read: Read | None = None) -> SwiGLUGradient:
         """What follows from dgate and dup in bf16. read: makes rows and tokens of one of them."""
@@ -77,11 +78,11 @@ class BackwardOperands:
 
     def quantized(self, op: str) -> SwiGLUGradient:
         """What the op writes: Folded or MX. If that has h, nothing reads dh, gate and up any more."""
-        gate, up, prob, numbers = self.glu
+        gate, up, prob, numbers, ends = self.glu
         dh, rounding, kind = self.dh, self.form.rounding, MX
         if op == "swiglu_bwd_fold":
             kind = Folded
-            *found, dprob = ops.swiglu_bwd_fold(dh, gate, up, prob, self.groups.ends, rounding, False, *numbers)
+            *found, dprob = ops.swiglu_bwd_fold(dh, gate, up, prob, ends, rounding, False, *numbers)
         else:
             *found, dprob = getattr(ops, op)(dh, gate, up, prob, rounding, False, *numbers)
         parts = dict(zip(PARTS[op], map(kind, found[::2], found[1::2]), strict=True))

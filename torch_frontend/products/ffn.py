@@ -73,7 +73,8 @@ class FFNOptions(NamedTuple):
     """What a feed-forward has in common for all calls of a layer.
 
     pad: groups may end within a block of tokens. save_bytes: quantized weights may live until the backward. recompute:
-    the backward multiplies gate and up again.
+    the backward multiplies gate and up again. clear_rest: rows past the last end are zeros in the result and in the
+    gradients of x and prob, and in products in between; otherwise they are unspecified.
     """
 
     recipe: Recipe
@@ -81,6 +82,7 @@ class FFNOptions(NamedTuple):
     pad: bool = False
     save_bytes: bool = True
     recompute: bool = False
+    clear_rest: bool = True
 
 
 class FFNNeeds(NamedTuple):
@@ -107,7 +109,7 @@ class FFNNeeds(NamedTuple):
 class FFNCall(NamedTuple):
     """The arguments of one call of the feed-forward other than tensors.
 
-    numbers: of the activation. weighted: `prob` weights b2 too. save_bytes, recompute: as in `FFNOptions`.
+    numbers: of the activation. weighted: `prob` weights b2 too. The next three: as in `FFNOptions`.
     """
 
     options: ProductOptions
@@ -115,12 +117,13 @@ class FFNCall(NamedTuple):
     weighted: bool
     save_bytes: bool
     recompute: bool
+    clear_rest: bool
     needs: FFNNeeds = FFNNeeds()
 
-    def activation(self, x: Tensor, group_ends: Tensor | None) -> Operands:
+    def activation(self, x: Tensor, group_ends: Tensor, tokens: bool = True) -> Operands:
         """Rows of x, and tokens if one read makes both and a gradient needs them."""
-        tokens = self.options.whole_blocks and (self.needs.w1 or self.needs.w3)
-        return self.options.form.activation(x, group_ends if tokens else None)
+        whole = tokens and self.options.whole_blocks and (self.needs.w1 or self.needs.w3)
+        return self.options.form.activation(x, group_ends, whole)
 
 
 class Again(NamedTuple):
@@ -160,10 +163,10 @@ def ffn_forward(
     w2."""
     needs, again, form = call.needs, call.recompute, call.options.form
     prob, (b1, b3, b2) = prob.contiguous(), biases
-    rows, tokens = call.activation(x, None if again else group_ends)
+    rows, tokens = call.activation(x, group_ends, not again)
     w1, w3, w2 = weight_operands(call, weights, cached)
-    gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3)
-    h = form.hidden(Glu(gate, up, prob, call.numbers))
+    gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3, call.clear_rest)
+    h = form.hidden(Glu(gate, up, prob, call.numbers, group_ends))
     saved = FFNSaved(
         x=(tokens or x) if needs.w1 or needs.w3 or again else None,
         in_weights=(w1.along_n or weights[0], w3.along_n or weights[1]) if needs.x else None,
@@ -176,7 +179,7 @@ def ffn_forward(
         again=_again(weights, biases, cached) if again else None,
     )
     added = None if b2 is None else AddedBias(b2, prob if call.weighted else None)
-    return form.mm(h, w2.along_k, group_ends, BF16, added, out), saved
+    return form.mm(h, w2.along_k, group_ends, BF16, added, out, call.clear_rest), saved
 
 
 def _again(weights: Sequence[Tensor], biases: Biases, cached: Sequence[Cached]) -> Again:
@@ -196,7 +199,7 @@ class FFNBackward:
         self.x, self.in_weights, self.w2, self.group_ends, self.prob, gate, up, self.b2, again = saved
         if again is not None:
             gate, up = self._gate_and_up(again)
-        self.steps = BackwardOperands(call.options, self.group_ends, Glu(gate, up, self.prob, call.numbers))
+        self.steps = BackwardOperands(call.options, Glu(gate, up, self.prob, call.numbers, self.group_ends))
         self.dout, self.dout_tokens = dout, None
         if call.needs.w2:
             self.dout, self.dout_tokens = self.steps.both(dout, self.form.gradient)
@@ -210,7 +213,9 @@ class FFNBackward:
         gate = quantize_for_call(w1, cached1, self.form, self.call.needs.x)
         up = quantize_for_call(w3, cached3, self.form, self.call.needs.x)
         self.x, self.in_weights = tokens or self.x, (gate.along_n or w1, up.along_n or w3)
-        return self.form.mm_pair(rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3)
+        return self.form.mm_pair(
+            rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3, self.call.clear_rest
+        )  # fmt: skip
 
     def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of w2, written to `out` if there is one, and of b2."""
@@ -237,15 +242,16 @@ class FFNBackward:
         if needs.x:
             w1, w3 = along_n(self.in_weights[0], self.form), along_n(self.in_weights[1], self.form)
             dgate, dup = steps.gradient_rows(dgate), steps.gradient_rows(dup)
-            dx = self.form.mm_sum(dgate, w1, dup, w3, self.group_ends, self.dtypes[0], out)
+            clear = self.call.clear_rest
+            dx = self.form.mm_sum(dgate, w1, dup, w3, self.group_ends, self.dtypes[0], out, clear)
         del self.in_weights
         return dx, dprob
 
     def _dh(self) -> Tensor:
         """The gradient of h. Frees dout and w2."""
-        rows, w2 = self.form.rows(self.dout), along_n(self.w2, self.form)
+        rows, w2 = self.form.rows(self.dout, self.group_ends), along_n(self.w2, self.form)
         del self.dout, self.w2
-        return self.form.mm(rows, w2, self.group_ends, BF16)
+        return self.form.mm(rows, w2, self.group_ends, BF16, clear_rest=self.call.clear_rest)
 
     def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
         """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
@@ -382,4 +388,4 @@ def ffn_call(op: str, weights: Sequence[Tensor], device: torch.device, weighted:
     need_wgrad = torch.is_grad_enabled() and any(w.requires_grad for w in weights)
     numbers = SwiGLU.check(op, options.activation).attributes
     of_products = ProductOptions.of(options.recipe, device, options.pad, need_wgrad)
-    return FFNCall(of_products, numbers, weighted, options.save_bytes, options.recompute)
+    return FFNCall(of_products, numbers, weighted, options.save_bytes, options.recompute, options.clear_rest)

@@ -88,10 +88,11 @@ def mm_forward(
 ) -> tuple[Tensor, MMSaved]:
     """Return (M, N), written to `out` if there is one, and what `MMBackward` reads."""
     needs, form = call.needs, call.options.form
-    rows, tokens = form.activation(x, group_ends if call.options.whole_blocks else None)
+    rows, tokens = form.activation(x, group_ends, call.options.whole_blocks)
     w_k, w_n = quantize_for_call(w, cached, form, needs.x and outlives_forward(w))
     saved = MMSaved((tokens or x) if needs.w else None, w_n or w if needs.x else None, group_ends)
-    return form.mm(rows, w_k, group_ends, call.out_dtype, None if bias is None else AddedBias(bias), out), saved
+    added = None if bias is None else AddedBias(bias)
+    return form.mm(rows, w_k, group_ends, call.out_dtype, added, out, clear_rest=True), saved
 
 
 class MMBackward:
@@ -112,7 +113,8 @@ class MMBackward:
         if not self.call.needs.x:
             return None, None
         w_n = along_n(self.w_n, self.form)
-        return self.form.mm(self.form.rows(self.rows), w_n, self.group_ends, self.dtypes[0], out=out), None
+        rows = self.form.rows(self.rows, self.group_ends)
+        return self.form.mm(rows, w_n, self.group_ends, self.dtypes[0], out=out, clear_rest=True), None
 
     def weights(self, out: Sequence[Tensor | None] = (None,)) -> tuple[Tensor | None, ...]:
         """The gradients of w, written to the first of `out` if there is one, and of bias."""

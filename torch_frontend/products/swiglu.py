@@ -26,12 +26,13 @@ class _SwiGLU(torch.autograd.Function):
         gate, up, prob = gate.contiguous(), up.contiguous(), prob.contiguous()
         ctx.save_for_backward(gate, up, prob)
         ctx.numbers = numbers
-        return ops.swiglu(gate, up, prob, *numbers)
+        return ops.swiglu(gate, up, prob, None, *numbers)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         (gate, up, prob), (alpha, limit, offset) = ctx.saved_tensors, ctx.numbers
-        dgate, dup, dprob = ops.swiglu_bwd(dequantized(grads[0]).contiguous(), gate, up, prob, alpha, limit, offset)
+        dh = dequantized(grads[0]).contiguous()
+        dgate, dup, dprob = ops.swiglu_bwd(dh, gate, up, prob, None, alpha, limit, offset)
         return dgate, dup, dprob, None
 
 

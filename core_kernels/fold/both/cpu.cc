@@ -99,9 +99,9 @@ void fold_strip(Columns& columns, uint8_t* q_t, uint8_t* span_sf, Strip strip, S
   for (; slot < strip.group.end_slot; ++slot) std::memset(span_sf + slot * strip.k, 0, strip.cols);
 }
 
-void clear_strip(uint8_t* q_t, uint8_t* span_sf, Strip strip) {
+// The slots after the last group.
+void clear_slots(uint8_t* span_sf, Strip strip) {
   const SpannedGroup rest = strip.group;
-  for (int64_t c = 0; c < strip.cols; ++c) std::memset(q_t + c * strip.m + rest.begin, 0, strip.m - rest.begin);
   for (int64_t s = rest.slot; s < rest.end_slot; ++s) std::memset(span_sf + s * strip.k, 0, strip.cols);
 }
 
@@ -111,7 +111,7 @@ void fold_columns(const char* op, const Array& group_ends, int64_t m, int64_t k,
                   ScaleRule rule, const Columns& columns) {
   const int64_t strips = (k + kStripCols - 1) / kStripCols;
   const std::span<const int32_t> ends = block_ends(op, group_ends, m);
-  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is the tokens past the last end
+  const int64_t parts = static_cast<int64_t>(ends.size()) + 1;  // the last one is the slots after the last group
   const int64_t bytes = m * std::min(k, kStripCols) * static_cast<int64_t>(sizeof(bf16)) / parts;
   parallel_ranges(strips * parts, bytes, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
@@ -122,7 +122,7 @@ void fold_columns(const char* op, const Array& group_ends, int64_t m, int64_t k,
         auto values = columns(col, strip.cols);
         fold_strip(values, qf_t + col * m, span_sf + col, strip, rule);
       } else {
-        clear_strip(qf_t + col * m, span_sf + col, strip);
+        clear_slots(span_sf + col, strip);
       }
     }
   });
@@ -138,7 +138,7 @@ void quantize_both_fold(const Call& call) {
                  [=](int64_t col, int64_t) { return FloatColumns<T>{x + col, k}; });
   });
   const std::array<int64_t, 3> of_rows{call.attrs[0], call.attrs[1], 0};  // no headroom
-  quantize_row_fold({call.in.first(1), call.out.first(2), of_rows});
+  quantize_row_fold({call.in, call.out.first(2), of_rows});
 }
 
 void requantize_col_fold(const Call& call) {

@@ -38,13 +38,13 @@ __global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
   const uint32_t across = blockIdx.x % p.across, lane = threadIdx.x % 32;
   const int64_t slot = blockIdx.x / p.across, left = int64_t{across} * T::kCols, right = left + threadIdx.x * 4;
   const SpanTokens span = SpanTokens::of(p, slot);
-  const bool has_columns =
-      threadIdx.x < kWordsAcross && right < p.cols && slot < p.slots;  // this thread has four columns
-  if (has_columns && (span.group == p.groups || span.begin >= span.end)) {
+  const bool has_columns = threadIdx.x < kWordsAcross && right < p.cols;  // this thread has four columns
+  const bool empty = span.group == p.groups || span.begin >= span.end;    // or past the last end
+  if (has_columns && empty) {
     *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, 0);
     publish(p.running_maxima + (slot * p.cols + right) / 4, encode(0));
   }
-  if (span.begin >= span.end) return;
+  if (empty) return;
 
   const ThreadCoord<T> thread;
   const int64_t row = span.begin + thread.row, col = left + thread.col;
@@ -65,21 +65,17 @@ __global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
   }
   __syncthreads();
 
-  if (span.group < p.groups) {
-    if (has_columns) {
-      uint32_t magnitudes = 0;
+  if (has_columns) {
+    uint32_t magnitudes = 0;
 #pragma unroll
-      for (int i = 0; i < T::kDown; ++i)
-        magnitudes = __vmaxu4(magnitudes, reinterpret_cast<const uint32_t*>(s.magnitudes[i])[threadIdx.x]);
-      const uint32_t scales = running_scales(x, p, rule, span, slot, right, magnitudes);
-      reinterpret_cast<uint32_t*>(s.scales)[threadIdx.x] = scales;
-      *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
-    }
-    __syncthreads();
-    stage_columns(tile, columns, rule, s.codes, [&](int col) { return s.scales[col]; });
-  } else {
-    s.codes.clear(thread.row / kBlock, thread.col);
+    for (int i = 0; i < T::kDown; ++i)
+      magnitudes = __vmaxu4(magnitudes, reinterpret_cast<const uint32_t*>(s.magnitudes[i])[threadIdx.x]);
+    const uint32_t scales = running_scales(x, p, rule, span, slot, right, magnitudes);
+    reinterpret_cast<uint32_t*>(s.scales)[threadIdx.x] = scales;
+    *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
   }
+  __syncthreads();
+  stage_columns(tile, columns, rule, s.codes, [&](int col) { return s.scales[col]; });
   __syncthreads();
   uint8_t* qf_t = p.qf_t + left * p.tokens + span.begin;
   if constexpr (Source::kRowsToo)
@@ -107,6 +103,7 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   p.tokens = x.rows;
   p.cols = x.cols;
   p.slots = p.tokens / kSpan + p.groups;
+  if (p.slots == 0) return;
   p.across = static_cast<uint32_t>(ceil_div(p.cols, T::kCols));
   // About 100 of the 264 CTAs of values that an H200 runs at a time. From 130 on, L2 evicts some lines before they are
   // read.
@@ -126,8 +123,7 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   constexpr auto kKernel = fold_tiles<T, Source>;
   constexpr int kBytes = sizeof(FoldShared<T, Source>);
   allow_shared_memory<kKernel>(op, stream, kBytes);
-  // One slot more than `slots`: a span may begin where the rows past the last end begin.
-  launch_kernel(op, kKernel, grid_x(op, (p.slots + 1) * p.across), T::kThreads, kBytes, stream, x, p,
+  launch_kernel(op, kKernel, grid_x(op, p.slots * p.across), T::kThreads, kBytes, stream, x, p,
                 ScaleRule(attrs[0], attrs[1]));
 }
 

@@ -87,7 +87,7 @@ def _tile(call: Call, arch: str) -> Tiling:  # one tile size on every architectu
 
 
 def _compose(call: Callable[..., tuple[Any, ...]], x: Any, group_ends: Any, **options: Any) -> tuple[Any, ...]:
-    rows = call(quantize_row_fold, x, **options)
+    rows = call(quantize_row_fold, x, group_ends, **options)
     columns = call(quantize.quantize_col, x, **options)
     return *rows, *call(fold_groups, *columns, group_ends)
 
@@ -102,8 +102,8 @@ quantize_both_fold = KernelOp(
         {SCALES}
 
     Returns:
-        qf (M, K), row_sf (M,), qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are
-        zeros.
+        qf (M, K), row_sf (M,), qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Rows of qf and row_sf, and columns of
+        qf_t, past the last end are unspecified.
 
     Raises:
         ValueError: shape, rounding, on a CPU also the ends.

@@ -18,10 +18,22 @@ from typing import Any
 
 from ...dispatch import facts
 from ...formats import BLOCK, Rounding, scale_attrs, spans
-from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_rank
+from ...launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    check_optional_ends,
+    require_dtype,
+    require_multiple,
+    require_rank,
+)
 from ...permute.plan import check_map, packed_blocks, permute_mx
 from ...quantize.plan import SCALES, whole_row_types
-from ...tiles import cdiv, row_tiles
+from ...tiles import cdiv, looping_programs, row_tiles
 from ..both.plan import POLLS
 from .plan_requantize import requantize_col_fold, scratch_bytes
 
@@ -29,11 +41,12 @@ _PACKED = "packed: (R, K + K/32) uint8, rows `[q | sf]`, K a positive multiple o
 _ROW_MAP = "row_map: (P,) int32, -1 to R - 1; -1 is padding, a row of zeros."
 
 
-def _check_rows(packed: ArrayType, row_map: ArrayType) -> Signature:
+def _check_rows(packed: ArrayType, row_map: ArrayType, group_ends: ArrayType = NO_ENDS) -> Signature:
     op = "permute_mx_fold"
     blocks = packed_blocks(op, packed)
     check_map(op, row_map)
-    return Signature(whole_row_types(op, "packed", (row_map.shape[0], blocks * BLOCK)))
+    shape = row_map.shape[0], blocks * BLOCK
+    return Signature(whole_row_types(op, "packed", shape), tokens=check_optional_ends(op, group_ends, shape))
 
 
 def _check_columns(
@@ -57,8 +70,9 @@ def _check_columns(
 
 def _tile_rows(call: Call, arch: str) -> Tiling:
     p, k = call.out[0].shape
-    t, scalars = row_tiles(call.op, arch, k), {"R": call.inputs[0].shape[0], "P": p}
-    return t.tiling((cdiv(p, t.m),), scalars, K=k, HW_CAST=facts(arch).hw_cast, BLOCK_M=t.m, BLOCK_K=t.k)
+    t, scalars, (groups,) = row_tiles(call.op, arch, k), {"R": call.inputs[0].shape[0], "P": p}, call.inputs[2].shape
+    blocks = {"K": k, "G": groups, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": t.m, "BLOCK_K": t.k}
+    return t.tiling((looping_programs(cdiv(p, t.m)),), scalars, **blocks)
 
 
 def _tile_columns(call: Call, arch: str) -> Tiling:  # one tile size on every architecture
@@ -81,6 +95,7 @@ permute_mx_fold = KernelOp(
     Args:
         {_PACKED}
         {_ROW_MAP}
+        {ROWS_UP_TO}
 
     Returns:
         qf (P, K) E4M3 and row_sf (P,) E8M0, as uint8.
@@ -95,11 +110,12 @@ permute_mx_fold = KernelOp(
         >>> qf[:, 0].tolist(), row_sf.tolist()  # 3 = 384 * 2^-7
         ([124, 0], [120, 0])
     """,
-    ("packed", "row_map"),
+    ("packed", "row_map", "group_ends"),
     ("qf", "row_sf"),
     _check_rows,
     _tile_rows,
     "fold.kernel:permute_fold_kernel",
+    optional_ends=True,
 )
 permute_mx_col_fold = KernelOp(
     "permute_mx_col_fold",
@@ -112,7 +128,8 @@ permute_mx_col_fold = KernelOp(
         {SCALES}
 
     Returns:
-        qf_t (K, P) and span_sf (P // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
+        qf_t (K, P) and span_sf (P // 256 + G, K), uint8. Columns of qf_t past the last end are
+        unspecified.
 
     Raises:
         ValueError: shape, rounding, on a CPU also the ends and a row that does not exist.

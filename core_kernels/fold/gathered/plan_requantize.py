@@ -71,7 +71,8 @@ requantize_col_fold = KernelOp(
         {SCALES}
 
     Returns:
-        qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are zeros.
+        qf_t (K, M) and span_sf (M // 256 + G, K), uint8. Columns of qf_t past the last end are
+        unspecified.
 
     Raises:
         ValueError: shape, rounding, on a CPU also the ends.

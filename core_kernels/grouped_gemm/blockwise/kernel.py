@@ -17,14 +17,14 @@ SIDE: tl.constexpr = tl.constexpr(SQUARE)
 @triton.jit
 def mm_kernel(
     lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     down: tl.constexpr = (N + SIDE - 1) // SIDE
     across: tl.constexpr = (K + SIDE - 1) // SIDE
     n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
-    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, clear_rest, G, BLOCK_G, BLOCK_M)
     group, m0, end = rows
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_m, in_n = m < end, n < N

@@ -20,13 +20,13 @@ from ...launch import (
     require_shape,
 )
 from ...tiles import cdiv
-from ..exact.plan import ENDS, check_m_grouped, tile_m_grouped
+from ..exact.plan import CLEAR_REST, ENDS, check_m_grouped, tile_m_grouped
 from ..folded.plan import COLUMNS
 
 
 def _check(
     lhs_q: ArrayType, lhs_sf: ArrayType, rhs_q: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_blockwise"
     for name, array, dtype, rank in (
@@ -44,7 +44,7 @@ def _check(
     require_shape(op, "lhs_sf", lhs_sf, (m, cdiv(k, SQUARE)), "one scale per row and 128 of K")
     squares = groups, cdiv(n, SQUARE), cdiv(k, SQUARE)
     require_shape(op, "rhs_sf", rhs_sf, squares, "one scale per square of 128 x 128 values of rhs_q")
-    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype, clear_rest)
 
 
 grouped_mm_blockwise = KernelOp(
@@ -59,10 +59,11 @@ grouped_mm_blockwise = KernelOp(
             multiple of 8. The product of two scales is an fp32 number: beyond its range it is infinite or zero.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T for the group g of each row; zeros past the last end. The sums of 128 terms are
-        multiplied by their two scales and added in fp32, and rounded once.
+        out (M, N) = lhs rhs[g]^T for the group g of each row. The sums of 128 terms are multiplied by their two scales
+        and added in fp32, and rounded once.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

@@ -208,9 +208,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) produce(p, maps, s);
   } else {
     alloc_registers<240>();
-    if constexpr (!K::kKGrouped)
-      clear_rest(p, static_cast<Out*>(p.out), blockIdx.x * int64_t{kComputing} + threadIdx.x - kWarpgroup,
-                 gridDim.x * int64_t{kComputing});
+    if constexpr (!K::kKGrouped) clear_rest(p, static_cast<Out*>(p.out));
     consume<K, Out>(p, s);
   }
 }

@@ -14,10 +14,12 @@ from .kernel_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile,
 
 
 @triton.jit
-def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr):
+def rows_of_tile(
+    tile, group_ends, M, clear_rest: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Group of a tile, first row of the tile, and end of the group. A tile has rows of one group only.
 
-    The rows past the last end are group G.
+    The rows past the last end are group G, which has tiles if they are cleared.
 
     M            | group 0          | group 1 | group 2 (empty) | past the end |
     tiles of M   | 0      | 1   |     2    |                    | 3      | 4   |   5: nothing left
@@ -25,7 +27,7 @@ def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BL
     g = tl.arange(0, BLOCK_G)
     starts = tl.minimum(tl.load(group_ends + g - 1, mask=(g > 0) & (g <= G), other=0), M)
     ends = tl.minimum(tl.load(group_ends + g, mask=g < G, other=M), M)
-    tiles_of = tl.where(g <= G, tl.cdiv(tl.maximum(ends - starts, 0), BLOCK_M), 0)
+    tiles_of = tl.where(g < G + clear_rest, tl.cdiv(tl.maximum(ends - starts, 0), BLOCK_M), 0)
     tiles_end = tl.cumsum(tiles_of, 0)
     group = tl.sum((tiles_end <= tile).to(tl.int32), 0)
     end = tl.sum(tl.where(g == group, ends, 0), 0)
@@ -36,13 +38,14 @@ def rows_of_tile(tile, group_ends, M, G: tl.constexpr, BLOCK_G: tl.constexpr, BL
 @triton.jit
 def _m_grouped_tile(
     lhs, lhs_sf, rhs, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, MX: tl.constexpr,
+    HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of out."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
-    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, clear_rest, G, BLOCK_G, BLOCK_M)
     group, m0, end = rows
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_m, in_n = m < end, n < N
@@ -120,24 +123,24 @@ def _k_grouped_tile(
 @triton.jit
 def mm_mx_kernel(
     lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    TCGEN05: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _m_grouped_tile(
         lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, M, out,
-        G, N, K, True, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        clear_rest, G, N, K, True, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def mm_bf16_kernel(
     lhs, rhs_t, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr, TCGEN05: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    TCGEN05: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _m_grouped_tile(
         lhs, None, rhs_t, None, group_ends, M, out,
-        G, N, K, False, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        clear_rest, G, N, K, False, HW_CAST, TCGEN05, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

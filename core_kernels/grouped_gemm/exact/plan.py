@@ -5,11 +5,11 @@
     K-grouped   lhs_t (N, M) x rhs_t (K, M)  -> out (G, N, K)    weight gradient, split along M
 
 Operands are MXFP8 (q and sf, scaled along the contraction dim, which is contiguous) or bf16. `group_ends` (G,) holds
-where each group ends along M; kernels read it on the device. Rows past the last end are zeros, the weight gradient of
-an empty group is zero, and padding rows do not contribute to other rows. The bf16 K-grouped product also takes lhs
-(M, N) and rhs (M, K); its ends are any non-decreasing numbers. The ends of the MXFP8 weight gradient are multiples of
-32. On a GPU the host does not check ends. If an end is no multiple, the weight gradients of the groups on both sides of
-it are NaN in every element. So are the weight gradients of groups that end before they begin or beyond M.
+where each group ends along M; kernels read it on the device. Rows past the last end are zeros or, without
+`clear_rest`, unspecified; nothing reads them. The weight gradient of an empty group is zero. The bf16 K-grouped product
+also takes lhs (M, N) and rhs (M, K); its ends are any non-decreasing numbers. The ends of the MXFP8 weight gradient are
+multiples of 32. On a GPU the host does not check ends. If an end is no multiple, the weight gradients of the groups on
+both sides of it are NaN in every element. So are the weight gradients of groups that end before they begin or beyond M.
 """
 
 import math
@@ -22,6 +22,7 @@ from ...launch import (
     KernelOp,
     Signature,
     Tiling,
+    fail,
     require_dtype,
     require_multiple,
     require_rank,
@@ -42,15 +43,24 @@ def check_ends(op: str, group_ends: ArrayType, groups: int | None) -> None:
         require_shape(op, "group_ends", group_ends, (groups,), "one end per group of the weights")
 
 
-def check_m_grouped(op: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str) -> Signature:
+def rows_signature(op: str, m: int, n: int, out_dtype: str, clear_rest: bool) -> Signature:
+    """Signature of an M-grouped product with one output (M, N)."""
+    out = ArrayType((m, n), out_dtype)
+    require_dtype(op, "out_dtype", out, *OUT_DTYPES)
+    if clear_rest not in (False, True):
+        fail(TypeError, op, "clear_rest", repr(clear_rest), "allowed: a bool")
+    return Signature((out,), {"clear_rest": int(clear_rest)}, tokens=(m, 1))
+
+
+def check_m_grouped(
+    op: str, lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, out_dtype: str, clear_rest: bool
+) -> Signature:
     """Signature of lhs (M, K) x rhs_t (G, N, K)."""
     groups, n, k = rhs_t.shape
     m = lhs.shape[0]
     require_shape(op, "lhs", lhs, (m, k), "the contraction dim of rhs_t (G, N, K)")
     check_ends(op, group_ends, groups)
-    out = ArrayType((m, n), out_dtype)
-    require_dtype(op, "out_dtype", out, *OUT_DTYPES)
-    return Signature((out,), tokens=(m, 1))
+    return rows_signature(op, m, n, out_dtype, clear_rest)
 
 
 def check_k_grouped(op: str, m: int, n: int, k: int, group_ends: ArrayType, out_dtype: str, multiple: int) -> Signature:
@@ -105,24 +115,24 @@ def _check_bf16_operands(op: str, **matrices: ArrayType) -> None:
 
 def _check_mm_mx(
     lhs_q: ArrayType, lhs_sf: ArrayType, rhs_q: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_mx"
     _check_mx_operand(op, "lhs", lhs_q, lhs_sf, 2)
     _check_mx_operand(op, "rhs", rhs_q, rhs_sf, 3)
     require_shape(op, "lhs_q", lhs_q, (lhs_q.shape[0], rhs_q.shape[2]), "the contraction dim of rhs_q")
-    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype, clear_rest)
 
 
 def _check_mm_bf16(
-    lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, *, out_dtype: str = "bfloat16"
+    lhs: ArrayType, rhs_t: ArrayType, group_ends: ArrayType, *, out_dtype: str = "bfloat16", clear_rest: bool = True
 ) -> Signature:
     op = "grouped_mm_bf16"
     require_dtype(op, "lhs", lhs, "bfloat16")
     require_dtype(op, "rhs_t", rhs_t, "bfloat16")
     require_rank(op, "lhs", lhs, 2)
     require_rank(op, "rhs_t", rhs_t, 3)
-    return check_m_grouped(op, lhs, rhs_t, group_ends, out_dtype)
+    return check_m_grouped(op, lhs, rhs_t, group_ends, out_dtype, clear_rest)
 
 
 def _check_wgrad_mx(
@@ -183,6 +193,8 @@ def _tile_wgrad_bf16_t(call: Call, arch: str) -> Tiling:
 
 
 ENDS = "group_ends: (G,) int32, where each group ends along M: non-decreasing, up to M."
+CLEAR_REST = """clear_rest: whether rows of out past the last end are zeros. Otherwise they are unspecified, and nothing
+            writes them."""
 _MX_INPUTS = ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "group_ends")
 grouped_mm_mx = KernelOp(
     "grouped_mm_mx",
@@ -195,9 +207,10 @@ grouped_mm_mx = KernelOp(
         rhs_sf: (G, N, K/32) E8M0. All uint8, scaled along K, which is a multiple of 32.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last end.
+        out (M, N) = lhs rhs[g]^T for the group g of each row, summed in fp32 and rounded once.
 
     Raises:
         ValueError: shape, on a CPU also the ends.
@@ -224,10 +237,10 @@ grouped_mm_bf16 = KernelOp(
         rhs_t: (G, N, K) bf16.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs_t[g]^T for the group g of each row, summed in fp32 and rounded once; zeros past the last
-        end.
+        out (M, N) = lhs rhs_t[g]^T for the group g of each row, summed in fp32 and rounded once.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

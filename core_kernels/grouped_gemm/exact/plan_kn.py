@@ -4,14 +4,14 @@
                               stored as ragged_dot and GPT-OSS keep them
     out = lhs rhs[g] + lhs2 rhs2[g]    one sum, rounded once: the gradient of one input of two weights
 
-    lhs (M, K)   |  g0  |  g1 |  tail  |      rhs (G, K, N)      out (M, N)   | lhs rhs[0] | lhs rhs[1] | zeros |
+    lhs (M, K)   |  g0  |  g1 |  tail  |      rhs (G, K, N)      out (M, N)   | lhs rhs[0] | lhs rhs[1] | tail |
 
 The tensor cores read either layout of a bf16 operand; FP8 operands need the contraction dim last.
 """
 
 from ...dispatch import facts
 from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_rank, require_shape
-from .plan import ENDS, OUT_DTYPES, check_ends, cuda_unsupported, tile_m_grouped
+from .plan import CLEAR_REST, ENDS, check_ends, cuda_unsupported, rows_signature, tile_m_grouped
 
 
 def _check_pair(op: str, number: str, lhs: ArrayType, rhs: ArrayType) -> None:
@@ -23,29 +23,31 @@ def _check_pair(op: str, number: str, lhs: ArrayType, rhs: ArrayType) -> None:
     )
 
 
-def _signature(op: str, lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, out_dtype: str) -> Signature:
+def _signature(
+    op: str, lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, out_dtype: str, clear_rest: bool
+) -> Signature:
     check_ends(op, group_ends, rhs.shape[0])
-    out = ArrayType((lhs.shape[0], rhs.shape[2]), out_dtype)
-    require_dtype(op, "out_dtype", out, *OUT_DTYPES)
-    return Signature((out,), tokens=(lhs.shape[0], 1))
+    return rows_signature(op, lhs.shape[0], rhs.shape[2], out_dtype, clear_rest)
 
 
-def _check(lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, *, out_dtype: str = "bfloat16") -> Signature:
+def _check(
+    lhs: ArrayType, rhs: ArrayType, group_ends: ArrayType, *, out_dtype: str = "bfloat16", clear_rest: bool = True
+) -> Signature:
     op = "grouped_mm_bf16_kn"
     _check_pair(op, "", lhs, rhs)
-    return _signature(op, lhs, rhs, group_ends, out_dtype)
+    return _signature(op, lhs, rhs, group_ends, out_dtype, clear_rest)
 
 
 def _check_sum(
     lhs: ArrayType, rhs: ArrayType, lhs2: ArrayType, rhs2: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_bf16_kn_sum"
     _check_pair(op, "", lhs, rhs)
     require_shape(op, "lhs2", lhs2, lhs.shape, "the shape of lhs")
     require_shape(op, "rhs2", rhs2, rhs.shape, "the shape of rhs")
     _check_pair(op, "2", lhs2, rhs2)
-    return _signature(op, lhs, rhs, group_ends, out_dtype)
+    return _signature(op, lhs, rhs, group_ends, out_dtype, clear_rest)
 
 
 def _tile(call: Call, arch: str) -> Tiling:
@@ -62,9 +64,10 @@ grouped_mm_bf16_kn = KernelOp(
         rhs: (G, K, N) bf16.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g] for the group g of each row, summed in fp32 and rounded once; zeros past the last end.
+        out (M, N) = lhs rhs[g] for the group g of each row, summed in fp32 and rounded once.
 
     Raises:
         ValueError: shape, on a CPU also the ends.
@@ -92,9 +95,10 @@ grouped_mm_bf16_kn_sum = KernelOp(
         rhs2: (G, K, N) bf16.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g] + lhs2 rhs2[g] for the group g of each row; zeros past the last end.
+        out (M, N) = lhs rhs[g] + lhs2 rhs2[g] for the group g of each row.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

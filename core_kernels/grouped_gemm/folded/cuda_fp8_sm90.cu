@@ -75,11 +75,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   } else {
     alloc_registers<240>();
     if constexpr (!kKGrouped) {
-      const int64_t thread = blockIdx.x * int64_t{kComputing} + threadIdx.x - kWarpgroup;
-      const int64_t threads = p.clusters * kCluster * int64_t{kComputing};
-      const auto out = static_cast<Out*>(p.out);
-      clear_rest(p, out, thread, threads);
-      if constexpr (kDualOutput) clear_rest(p, out + p.second_output.to_out, thread, threads);
+      clear_rest(p, static_cast<Out*>(p.out));
+      if constexpr (kDualOutput) clear_rest(p, static_cast<Out*>(p.out) + p.second_output.to_out);
     }
     consume<Variant, Out>(p, s);
   }

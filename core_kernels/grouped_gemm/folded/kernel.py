@@ -57,13 +57,14 @@ def _product(
 @triton.jit
 def _mm_tile(
     lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of out. K2: the contraction dim of the second product, 0 for none."""
     n_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n0 = (tl.program_id(0) % n_tiles) * BLOCK_N
-    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, G, BLOCK_G, BLOCK_M)
+    rows = rows_of_tile(tl.program_id(0) // n_tiles, group_ends, M, clear_rest, G, BLOCK_G, BLOCK_M)
     group, m0, end = rows
     m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
     in_m, in_n = m < end, n < N
@@ -87,36 +88,37 @@ def _mm_tile(
 @triton.jit
 def mm_kernel(
     lhs_qf, lhs_sf, rhs_qf, rhs_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _mm_tile(
         lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, None, None, None, None, group_ends, M, out,
-        G, N, K, 0, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        clear_rest, G, N, K, 0, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def mm_bias_kernel(
     lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _mm_tile(
         lhs_qf, lhs_sf, rhs_qf, rhs_sf, bias, None, None, None, None, group_ends, M, out,
-        G, N, K, 0, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        clear_rest, G, N, K, 0, True, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 
 @triton.jit
 def mm_sum_kernel(
     lhs_qf, lhs_sf, rhs_qf, rhs_sf, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
-    G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr, HW_CAST: tl.constexpr,
+    clear_rest: tl.constexpr, G: tl.constexpr, N: tl.constexpr, K: tl.constexpr, K2: tl.constexpr,
+    HW_CAST: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     _mm_tile(
         lhs_qf, lhs_sf, rhs_qf, rhs_sf, None, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, group_ends, M, out,
-        G, N, K, K2, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
+        clear_rest, G, N, K, K2, False, HW_CAST, BLOCK_G, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
 
 

@@ -15,9 +15,10 @@ before:
     scale of a row      2^a       2^a       2^(a+3)         the sum so far * 2^-3, then the products of span 2
                                                             the sum * 2^(a+3) at the end
 
-Rows past the last end are zeros, the weight gradient of an empty group is zero, and padding rows do not contribute to
-other rows. On a GPU the host does not check ends. If an end is no multiple of 32, the weight gradients of the groups on
-both sides of it are NaN in every element. So are the weight gradients of groups that end before they begin or beyond M.
+Rows past the last end are zeros or, without `clear_rest`, unspecified; nothing reads them. The weight gradient of an
+empty group is zero. On a GPU the host does not check ends. If an end is no multiple of 32, the weight gradients of the
+groups on both sides of it are NaN in every element. So are the weight gradients of groups that end before they begin or
+beyond M.
 """
 
 from ...formats import BLOCK, spans
@@ -33,7 +34,7 @@ from ...launch import (
     require_rank,
     require_shape,
 )
-from ..exact.plan import ENDS, check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
+from ..exact.plan import CLEAR_REST, ENDS, check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
 
 COLUMNS = 8
 """Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
@@ -75,35 +76,35 @@ def check_operands(
 
 def _check_mm(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold"
     check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
-    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype, clear_rest)
 
 
 def _check_mm_bias(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType, bias: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_bias"
     check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     require_dtype(op, "bias", bias, "float32")
     require_shape(op, "bias", bias, rhs_qf.shape[:2], "one value per row of rhs_qf")
-    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype, clear_rest)
 
 
 def _check_mm_sum(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType,
     lhs2_qf: ArrayType, lhs2_sf: ArrayType, rhs2_qf: ArrayType, rhs2_sf: ArrayType, group_ends: ArrayType,
-    *, out_dtype: str = "bfloat16",
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_sum"
     check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     check_operands(op, lhs2_qf, lhs2_sf, rhs2_qf, rhs2_sf, "2")
     require_shape(op, "lhs2_qf", lhs2_qf, (lhs_qf.shape[0], lhs2_qf.shape[1]), "the rows of lhs_qf")
     require_shape(op, "rhs2_qf", rhs2_qf, (*rhs_qf.shape[:2], rhs2_qf.shape[2]), "the G and N of rhs_qf")
-    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype)
+    return check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype, clear_rest)
 
 
 def _check_wgrad(
@@ -153,10 +154,11 @@ grouped_mm_fold = KernelOp(
             `quantize_row_fold` and `quantize_rowwise` make such operands.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once; zeros past the last end. Sums are fp32;
-        Hopper's tensor cores sum 128 terms of K, and these sums are added in fp32.
+        out (M, N) = lhs rhs[g]^T for the group g of each row, rounded once. Sums are fp32; Hopper's tensor cores sum
+        128 terms of K, and these sums are added in fp32.
 
     Raises:
         ValueError: shape, on a CPU also the ends.
@@ -186,9 +188,10 @@ grouped_mm_fold_bias = KernelOp(
         bias: (G, N) fp32.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row; zeros past the last end.
+        out (M, N) = lhs rhs[g]^T + bias[g] for the group g of each row.
 
     Raises:
         ValueError: shape, on a CPU also the ends.
@@ -222,9 +225,10 @@ grouped_mm_fold_sum = KernelOp(
         rhs2_sf: (G, N): the same for the second product. All uint8; K and K2 are positive multiples of 32.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row; zeros past the last end.
+        out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

@@ -15,18 +15,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_dtype, require_multiple, require_shape
-from ..exact.plan import ENDS, check_m_grouped
+from ..exact.plan import CLEAR_REST, ENDS, check_m_grouped
 from .plan import COLUMNS, check_operands, check_wgrad_operands, grouped_mm_fold, grouped_wgrad_fold
 
 
 def _check_mm(
     lhs_qf: ArrayType, lhs_sf: ArrayType, rhs_qf: ArrayType, rhs_sf: ArrayType,
     rhs2_qf: ArrayType, rhs2_sf: ArrayType, group_ends: ArrayType, *, out_dtype: str = "bfloat16",
+    clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_fold_pair"
     check_operands(op, lhs_qf, lhs_sf, rhs_qf, rhs_sf)
     _check_alike(op, rhs_qf=(rhs_qf, rhs2_qf), rhs_sf=(rhs_sf, rhs2_sf))
-    return _of_both(check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype))
+    return _of_both(check_m_grouped(op, lhs_qf, rhs_qf, group_ends, out_dtype, clear_rest))
 
 
 def _check_wgrad(
@@ -85,9 +86,10 @@ grouped_mm_fold_pair = KernelOp(
         rhs2_sf: (G, N): the second weight. All uint8.
         {ENDS}
         out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
 
     Returns:
-        out (M, N) = lhs rhs[g]^T and out2 (M, N) = lhs rhs2[g]^T for the group g of each row; zeros past the last end.
+        out (M, N) = lhs rhs[g]^T and out2 (M, N) = lhs rhs2[g]^T for the group g of each row.
 
     Raises:
         ValueError: shape, on a CPU also the ends.

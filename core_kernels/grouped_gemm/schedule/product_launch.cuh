@@ -1,5 +1,5 @@
 // What the FP8 and the bf16 products on Hopper have in common: the problem of a call, empty sums, the launch in
-// clusters, and the start of a CTA.
+// clusters, the start of a CTA, and zeros past the last end.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,6 +23,7 @@ inline Problem problem_of(const Call& call, int64_t depth) {
   p.rows = static_cast<int>(call.out[0].dim(-2));
   p.cols = static_cast<int>(call.out[0].dim(-1));
   p.depth = static_cast<int>(depth);
+  p.clear_rest = !call.attrs.empty() && call.attrs[0];
   return p;
 }
 
@@ -68,6 +69,20 @@ __device__ __forceinline__ void init_product(const Maps& maps, Shared& s, int ti
     barrier_init(&s.empty[i], kComputing / 32 * kCluster);  // every computing warp of both CTAs
   }
   s.tiles.init(tile_readers);
+}
+
+// Writes zeros to the rows of `out` past the last end, if the call asks for them. There is at least one group. Called
+// by the computing warps of all CTAs.
+template <typename Out>
+__device__ void clear_rest(const Problem& p, Out* out) {
+  if (!p.clear_rest) return;
+  constexpr int kVector = 16 / sizeof(Out);
+  const int64_t thread = blockIdx.x * int64_t{kComputing} + threadIdx.x - kWarpgroup;
+  const int64_t threads = gridDim.x * int64_t{kComputing};
+  const int used = min(max(p.group_ends[p.groups - 1], 0), p.rows);
+  const int64_t end = static_cast<int64_t>(p.rows) * p.cols;
+  for (int64_t i = static_cast<int64_t>(used) * p.cols + thread * kVector; i < end; i += threads * kVector)
+    *reinterpret_cast<uint4*>(out + i) = {};
 }
 
 }  // namespace mxep::cuda::sm90

@@ -24,6 +24,7 @@ struct Problem {
   void* out;
   int groups, rows, cols, depth;
   int clusters;
+  bool clear_rest;  // M-grouped: whether rows past the last end become zeros
   // Of folded/cuda_fp8_sm90.cu, M-grouped:
   const float* bias;  // (G, N) or null
   struct {

@@ -73,15 +73,4 @@ __device__ __forceinline__ void store_rows(const Problem& p, const Tile& tile, i
   }
 }
 
-// Writes zeros to the rows of `out` past the last end. There is at least one group. `thread` of `threads`: this
-// thread's index among the threads of all CTAs.
-template <typename Out>
-__device__ void clear_rest(const Problem& p, Out* out, int64_t thread, int64_t threads) {
-  constexpr int kVector = 16 / sizeof(Out);
-  const int used = min(max(p.group_ends[p.groups - 1], 0), p.rows);
-  const int64_t end = static_cast<int64_t>(p.rows) * p.cols;
-  for (int64_t i = static_cast<int64_t>(used) * p.cols + thread * kVector; i < end; i += threads * kVector)
-    *reinterpret_cast<uint4*>(out + i) = {};
-}
-
 }  // namespace mxep::cuda::sm90

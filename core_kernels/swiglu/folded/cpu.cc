@@ -30,8 +30,9 @@ struct BlockScales {
 void swiglu_row_fold(const Call& call) {
   const Array &qf = call.out[0], &row_sf = call.out[1];
   BlockScales sf(qf);
-  const std::array blocks{qf, sf.array()}, folded{qf, row_sf};
-  swiglu_row({call.in, blocks, call.attrs});
+  const std::array quantized{qf, sf.array()}, folded{qf, row_sf};
+  const std::array blocks{qf, sf.array(), call.in[3]};
+  swiglu_row({call.in, quantized, call.attrs});
   fold_rows({blocks, folded, kNoHeadroom});
 }
 
@@ -45,9 +46,9 @@ void swiglu_bwd_fold(const Call& call) {
   const std::array quantized{rows[0][0],    row_sf[0].array(), columns[0][0], col_sf[0].array(),
                              rows[1][0],    row_sf[1].array(), columns[1][0], col_sf[1].array(),
                              columns[2][0], col_sf[2].array(), dprob};
-  swiglu_bwd_all({call.in.first(4), quantized, call.attrs});
+  swiglu_bwd_all({call.in, quantized, call.attrs});
   for (size_t i = 0; i < rows.size(); ++i) {
-    const std::array blocks{rows[i][0], row_sf[i].array()};
+    const std::array blocks{rows[i][0], row_sf[i].array(), ends};
     fold_rows({blocks, rows[i], kOfGradients});
   }
   for (size_t i = 0; i < columns.size(); ++i) {

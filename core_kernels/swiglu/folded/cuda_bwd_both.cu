@@ -112,6 +112,14 @@ __device__ void arrive(uint64_t* barrier) {  // a warp
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(sm90::shared_address(barrier)) : "memory");
 }
 
+// Writes zeros to the slots from `slot` on, which have no tokens.
+__device__ void clear_slots(const BwdFold& p, int64_t slot) {
+  const int64_t end = p.slots * p.cols / 4;
+  for (int64_t i = slot * p.cols / 4 + blockIdx.x * T::kThreads + threadIdx.x; i < end; i += gridDim.x * T::kThreads)
+#pragma unroll
+    for (int which = 0; which < kResults; ++which) reinterpret_cast<uint32_t*>(p.span_sf[which])[i] = 0;
+}
+
 template <typename By>
 __global__ void __launch_bounds__(T::kThreads, 1)
     backward_fold(const __grid_constant__ BwdFold p, ScaleRule rule, By by) {
@@ -130,6 +138,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       sm90::barrier_init(&s.written[i], T::kDown);
     }
   __syncthreads();
+  clear_slots(p, s.groups.slots[p.groups]);
   const bool takes = thread.warp == T::kThreads / 32 - 1;
   uint32_t at = blockIdx.x;
   const auto take = [&](int k) {
@@ -175,10 +184,10 @@ __global__ void __launch_bounds__(T::kThreads, 1)
       running = chain.first && largest ? min(largest + kHeadroom, kE8m0Nan) : largest;
     const uint32_t its_scale = max(running, 1) - 1;
     const int64_t slot = chain.slot + span;
-    const bool inside = left < p.cols, grouped = __shfl_sync(~0u, chain.grouped, 0);
+    const bool inside = left < p.cols;
     if (has_scales && inside && slot < p.slots) {
       uint8_t* span_sf = its_result == 0 ? p.span_sf[0] : its_result == 1 ? p.span_sf[1] : p.span_sf[2];
-      span_sf[slot * p.cols + left + its_line] = (grouped ? its_scale : 0) | chain.broken;
+      span_sf[slot * p.cols + left + its_line] = its_scale | chain.broken;
     }
     const bool writes = inside && chunk * 16 < blocks * kBlock;
     const int64_t first = (left + first_line) * p.tokens + begin + chunk * 16;
@@ -190,11 +199,7 @@ __global__ void __launch_bounds__(T::kThreads, 1)
         const int line = first_line + i * kLineStep;
         const uint32_t scale = __shfl_sync(~0u, its_scale, i * kResults + which, kChunks);
         const uint32_t power = fold_power(s.scales[which][group][line][chunk / 2], scale);
-        uint4 codes = s.codes[which][group][line][swizzled(chunk, line)];
-        if (grouped)
-          codes = folded(codes, power);
-        else
-          codes = {};
+        const uint4 codes = folded(s.codes[which][group][line][swizzled(chunk, line)], power);
         if (writes) *reinterpret_cast<uint4*>(to) = codes;
       }
     }
@@ -294,7 +299,7 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   p.cols = cols;
   p.slots = rows / kSpan + p.groups;
   p.tiles_across = static_cast<uint32_t>(ceil_div(cols, T::kCols));
-  p.chains = grid_x(op, (int64_t{p.groups} + 1) * p.tiles_across);
+  p.chains = grid_x(op, int64_t{p.groups} * p.tiles_across);
   for (int i = 0; i < 2; ++i) p.qf[i] = out(4 * i);
   for (int i = 0; i < kResults; ++i) p.qf_t[i] = out(i < 2 ? 4 * i + 2 : 8), p.span_sf[i] = out(i < 2 ? 4 * i + 3 : 9);
   // plan_bwd.py: scratch_words
@@ -302,19 +307,24 @@ void launch(const char* op, const Call& call, const By& by, cudaStream_t stream)
   p.sums = reinterpret_cast<float*>(p.row_scales + 4 * p.tiles_across * rows);
   p.least = reinterpret_cast<uint8_t*>(p.sums + cols / kBlock * rows);
   const ScaleRule rule(call.attrs[0], call.attrs[1]);
-  if (rows) {
+  const EndedRows ended{p.ends, p.groups, rows};
+  if (rows && p.groups) {
     constexpr auto kMeasure = measure_rows<By>;
     const auto ctas = std::min<int64_t>(ceil_div(rows, kMeasuring / 32), 2 * multiprocessors(op));
-    launch_kernel(op, kMeasure, static_cast<unsigned>(ctas), kMeasuring, 0, stream, p.in, rows, cols, rule, by,
+    launch_kernel(op, kMeasure, static_cast<unsigned>(ctas), kMeasuring, 0, stream, p.in, ended, cols, rule, by,
                   p.least);
   }
   constexpr auto kKernel = backward_fold<By>;
   constexpr int kShared = sizeof(FoldShared<By>);
   allow_shared_memory<kKernel>(op, stream, kShared);
-  launch_kernel(op, kKernel, std::min(p.chains, multiprocessors(op)), T::kThreads, kShared, stream, p, rule, by);
-  if (rows == 0) return;
+  const unsigned most = std::max(p.chains, 1u);  // without groups there are slots
+  launch_kernel(op, kKernel, std::min(most, multiprocessors(op)), T::kThreads, kShared, stream, p, rule, by);
+  if (rows == 0 || p.groups == 0) {
+    check(op, cudaMemsetAsync(call.out[10].data, 0, call.out[10].nbytes(), stream));
+    return;
+  }
   RowsInPlace<2> folds{};
-  folds.rows = rows;
+  folds.rows = ended;
   folds.cols = cols;
   folds.pairs = static_cast<int>(p.tiles_across);
   for (int i = 0; i < 2; ++i) folds.qf[i] = out(4 * i), folds.row_sf[i] = out(4 * i + 1);

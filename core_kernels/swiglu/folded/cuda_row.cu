@@ -3,9 +3,9 @@
 //   gate, up (M, F), prob (M,) --> h of a whole row in registers --> scales of its blocks --> largest of the row
 //                                                '------------------------------------> codes, folded --> qf, row_sf
 //
-// A team of 1 to 16 warps has a row, 8 neighbouring values a lane at a time; a CTA has teams for as many rows as it has
-// warps. CTAs are persistent, so that the table of sigmoids is computed once per CTA, and a team loads its next row
-// while it writes one. oracle.py defines every byte.
+// Rows past the last group end are neither read nor written. A team of 1 to 16 warps has a row, 8 neighbouring values a
+// lane at a time; a CTA has teams for as many rows as it has warps. CTAs are persistent, so that the table of sigmoids
+// is computed once per CTA, and a team loads its next row while it writes one. oracle.py defines every byte.
 //
 // The clock of a GPU after matrix products is low, and a kernel with many instructions then no longer waits for memory.
 // These are about 20 per value.
@@ -14,6 +14,7 @@
 
 #include "cuda/driver.h"
 #include "cuda/ops.h"
+#include "cuda/tokens.cuh"
 #include "swiglu/folded/rows.cuh"
 #include "swiglu/math.cuh"
 
@@ -27,7 +28,8 @@ constexpr int kWarpValues = 32 * 8;    // a vector of each lane
 struct RowInputs {
   const bf16 *gate, *up;
   const float* prob;  // null: every row has probability 1
-  int64_t rows, cols;
+  EndedRows rows;
+  int64_t cols;
   int team;  // threads of a row
   // A constant, which ptxas would compute where it is used if it knew it.
   uint32_t zeros = 0x80000000u;
@@ -88,16 +90,16 @@ __global__ void __launch_bounds__(kThreads, 1)
   const auto slice = RowSlice::of(in);
   const uint32_t owned = slice.has_scale() ? 0xFF : 0;
   const int64_t step = int64_t{gridDim.x} * (kWarps / warps);
-  const int64_t stride = step * in.cols;
+  const int64_t stride = step * in.cols, rows = in.rows.count();
   int64_t row = int64_t{blockIdx.x} * (kWarps / warps) + team;
   int64_t at = row * in.cols + slice.first;
   const bf16 *gate = in.gate + at, *up = in.up + at;
   RowValues fetched;
-  if (row < in.rows) fetch(fetched, slice, gate, up, in.prob, row);
+  if (row < rows) fetch(fetched, slice, gate, up, in.prob, row);
   memory.table.fill(by);
   __syncthreads();
   Vector8 h[kVectors] = {};
-  for (int turn = 0; row < in.rows; turn ^= 1) {
+  for (int turn = 0; row < rows; turn ^= 1) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
       if (i < slice.count) h[i] = hidden(fetched.gate[i], fetched.up[i], memory.table, by, fetched.prob);
@@ -107,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     gate += stride;
     up += stride;
     asm("" : "+l"(at), "+l"(gate), "+l"(up));  // or each address is computed from the row
-    if (row < in.rows) fetch(fetched, slice, gate, up, in.prob, row);
+    if (row < rows) fetch(fetched, slice, gate, up, in.prob, row);
 
     uint32_t words[kVectors / 2];
 #pragma unroll
@@ -140,14 +142,14 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 void swiglu_row_fold(const Call& call, cudaStream_t stream) {
   constexpr const char* kOp = "swiglu_row_fold";
-  const Array &gate = call.in[0], &prob = call.in[2];
+  const Array &gate = call.in[0], &prob = call.in[2], &ends = call.in[3];
   const int64_t rows = gate.dim(0), cols = gate.dim(1);
   const auto lanes = static_cast<unsigned>(ceil_div(cols, 8 * kVectors));
   const int team = static_cast<int>(std::max(std::bit_ceil(lanes), 32u));
   const RowInputs in{gate.as<const bf16>(),
                      call.in[1].as<const bf16>(),
                      prob.dim(0) ? prob.as<const float>() : nullptr,
-                     rows,
+                     {ends.as<const int32_t>(), static_cast<int>(ends.dim(0)), rows},
                      cols,
                      team};
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(ceil_div(rows, kThreads / team), multiprocessors(kOp)));

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/launch.h"
+#include "cuda/tokens.cuh"
 #include "fold/magnitudes.cuh"
 #include "formats.h"
 #include "swiglu/backward/bwd.cuh"
@@ -13,14 +14,15 @@ namespace mxep::cuda {
 
 inline constexpr int kMeasuring = 512;  // threads
 
-// `least` (2, rows): of dgate and dup, magnitudes of the scales that a row's blocks have at least. A warp has a row at
+// `least` (2, M): of dgate and dup, magnitudes of the scales that a row's blocks have at least. A warp has a row at
 // a time.
 template <typename By>
 __global__ void __launch_bounds__(kMeasuring, 2)
-    measure_rows(const BackwardInputs in, int64_t rows, int64_t cols, ScaleRule rule, By by, uint8_t* least) {
+    measure_rows(const BackwardInputs in, const EndedRows all, int64_t cols, ScaleRule rule, By by, uint8_t* least) {
   __shared__ SigmoidTable<By> table;
   static_assert(kSpan == 32 * 8);  // a vector of each lane
   const int lane = threadIdx.x % 32;
+  const int64_t rows = all.count();
   const bool exists = lane * 8 < cols;
   Vector8 dh, gate, up;
   float prob = 1;
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(kMeasuring, 2)
     };
     const uint32_t magnitudes = largest_magnitude(0) | largest_magnitude(1) << 8;
     const uint32_t both = least_magnitudes(magnitudes, kGradientHeadroom);
-    if (lane < 2) least[lane * rows + row] = both >> lane * 8;
+    if (lane < 2) least[lane * all.rows + row] = both >> lane * 8;
   }
 }
 

@@ -16,7 +16,17 @@ from typing import Any
 
 from ...fold.plan import fold_rows
 from ...formats import BLOCK, Rounding, scale_attrs
-from ...launch import ArrayType, Call, KernelOp, Signature, Tiling, require_multiple
+from ...launch import (
+    NO_ENDS,
+    ROWS_UP_TO,
+    ArrayType,
+    Call,
+    KernelOp,
+    Signature,
+    Tiling,
+    check_optional_ends,
+    require_multiple,
+)
 from ...quantize.plan import SCALES, whole_row_types
 from ..activation import swiglu_attrs
 from ..plan import NUMBERS, UP_PROB, check_arrays, swiglu_row
@@ -26,14 +36,16 @@ LONGEST_ROW = 16384
 
 
 def _check(
-    gate: ArrayType, up: ArrayType, prob: ArrayType, *, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,
-    alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0,
+    gate: ArrayType, up: ArrayType, prob: ArrayType, group_ends: ArrayType = NO_ENDS, *,
+    rounding: Rounding = Rounding.RCEIL, satfinite: bool = False, alpha: float = 1.0, limit: float = 0.0,
+    offset: float = 0.0,
 ) -> Signature:  # fmt: skip
     op = "swiglu_row_fold"
     shape = check_arrays(op, {"gate": gate, "up": up}, prob)
     require_multiple(op, "gate", shape[1], BLOCK, "last dim")
     out = whole_row_types(op, "gate", shape)
-    return Signature(out, scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset))
+    attrs = scale_attrs(op, rounding, satfinite) | swiglu_attrs(op, alpha, limit, offset)
+    return Signature(out, attrs, check_optional_ends(op, group_ends, shape))
 
 
 def _tile(call: Call, arch: str) -> Tiling:  # the same on every architecture
@@ -42,8 +54,10 @@ def _tile(call: Call, arch: str) -> Tiling:  # the same on every architecture
     return Tiling(grid=(m,), cuda_unsupported=unsupported)
 
 
-def _compose(call: Callable[..., tuple[Any, ...]], *arrays: Any, **options: Any) -> tuple[Any, ...]:
-    return call(fold_rows, *call(swiglu_row, *arrays, **options))
+def _compose(
+    call: Callable[..., tuple[Any, ...]], gate: Any, up: Any, prob: Any, group_ends: Any, **options: Any
+) -> tuple[Any, ...]:
+    return call(fold_rows, *call(swiglu_row, gate, up, prob, **options), group_ends)
 
 
 swiglu_row_fold = KernelOp(
@@ -53,6 +67,7 @@ swiglu_row_fold = KernelOp(
     Args:
         gate: (M, F) bf16. F is a positive multiple of 32.
         {UP_PROB}
+        {ROWS_UP_TO}
         {SCALES}
         {NUMBERS}
 
@@ -69,9 +84,10 @@ swiglu_row_fold = KernelOp(
         >>> h_qf[0, 0].item(), h_row_sf.tolist()  # 0.73 becomes 0.75 = 384 * 2^-9
         (124, [118])
     """,
-    ("gate", "up", "prob"),
+    ("gate", "up", "prob", "group_ends"),
     ("h_qf", "h_row_sf"),
     _check,
     _tile,
     compose=_compose,
+    optional_ends=True,
 )

@@ -93,7 +93,8 @@ def _compose(
     *gradients, h_q_t, h_sf_t, dprob = call(swiglu_bwd_all, dh, gate, up, prob, **options)
     folded = []
     for q, sf, q_t, sf_t in (gradients[:4], gradients[4:]):
-        folded += [*call(fold_rows, q, sf, headroom=GRADIENT_HEADROOM), *call(fold_groups, q_t, sf_t, group_ends)]
+        rows = call(fold_rows, q, sf, group_ends, headroom=GRADIENT_HEADROOM)
+        folded += [*rows, *call(fold_groups, q_t, sf_t, group_ends)]
     return *folded, *call(fold_groups, h_q_t, h_sf_t, group_ends), dprob
 
 
@@ -113,7 +114,8 @@ swiglu_bwd_fold = KernelOp(
     Returns:
         dgate_qf (M, F), dgate_row_sf (M,), dgate_qf_t (F, M), dgate_span_sf (M // 256 + G, F); of dup the same dup_qf,
         dup_row_sf, dup_qf_t, dup_span_sf; h_qf_t (F, M), h_span_sf (M // 256 + G, F); all uint8. dprob (M,) fp32, or
-        (0,). Columns of the transposed results past the last end are zeros.
+        (0,). Rows past the last end, and such columns of the transposed results, are unspecified; of dprob they are
+        zeros if dh, gate and up are.
 
     Raises:
         ValueError: shape, rounding, on a CPU also the ends.

@@ -9,7 +9,7 @@ from ....core_kernels.formats import Rounding
 from ....core_kernels.policy.recipe import Form
 from ... import ops
 from . import form as forms
-from .form import Added, FormatType, Glu, WeightOperands
+from .form import Added, FormatType, Glu, Maybe, WeightOperands
 
 
 class Blockwise(NamedTuple):
@@ -28,10 +28,10 @@ class BlockForm(NamedTuple):
 
     quantizes = True
 
-    def rows(self, x: Any, headroom: int = 0) -> Blockwise:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Blockwise:
         if isinstance(x, Blockwise):
             return x
-        return Blockwise(*ops.quantize_blockwise(forms.floats(x), power_of_two=self._power_of_two))
+        return Blockwise(*ops.quantize_blockwise(forms.floats(x), ends, power_of_two=self._power_of_two))
 
     def along_rows(self, w: jax.Array) -> Blockwise:
         return Blockwise(*ops.quantize_squares(w, power_of_two=self._power_of_two))
@@ -44,12 +44,14 @@ class BlockForm(NamedTuple):
         return WeightOperands(Blockwise(q, sf), Blockwise(q_t, sf_t))
 
     def hidden(self, glu: Glu) -> Blockwise:
-        return self.rows(glu.hidden())
+        return self.rows(glu.hidden(), glu.ends)
 
-    def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
+    def mm(
+        self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None, clear_rest: bool = False
+    ) -> jax.Array:
         if bias is not None:
-            return forms.bias_unfused(self, rows, w, ends, dtype, bias)
-        return ops.grouped_mm_blockwise(rows.q, rows.sf, w.q, w.sf, ends, out_dtype=dtype)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, clear_rest)
+        return ops.grouped_mm_blockwise(rows.q, rows.sf, w.q, w.sf, ends, dtype, clear_rest)
 
     @property
     def _power_of_two(self) -> bool:

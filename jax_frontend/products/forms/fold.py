@@ -29,26 +29,29 @@ class Folded(NamedTuple):
     sf: jax.Array
 
 
-def folded_mm(form: Format, rows: Folded, w: Folded, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
+def folded_mm(
+    form: Format, rows: Folded, w: Folded, ends: jax.Array, dtype: Any, bias: Added = None, clear_rest: bool = False
+) -> jax.Array:
     if bias is None:
-        return ops.grouped_mm_fold(*rows, *w, ends, out_dtype=dtype)
+        return ops.grouped_mm_fold(*rows, *w, ends, dtype, clear_rest)
     if bias.row_weights is not None:
-        return forms.bias_unfused(form, rows, w, ends, dtype, bias)
-    return ops.grouped_mm_fold_bias(*rows, *w, bias.values, ends, out_dtype=dtype)
+        return forms.bias_unfused(form, rows, w, ends, dtype, bias, clear_rest)
+    return ops.grouped_mm_fold_bias(*rows, *w, bias.values, ends, dtype, clear_rest)
 
 
 def folded_pair(
-    form: Format, rows: Folded, w: Folded, w2: Folded, ends: jax.Array, bias: Maybe, bias2: Maybe
+    form: Format, rows: Folded, w: Folded, w2: Folded, ends: jax.Array, bias: Maybe, bias2: Maybe, clear_rest: bool
 ) -> tuple[jax.Array, jax.Array]:
     if bias is not None or bias2 is not None:
-        return forms.pair_unfused(form, rows, w, w2, ends, bias, bias2)
-    return ops.grouped_mm_fold_pair(*rows, *w, *w2, ends, out_dtype="bfloat16")
+        return forms.pair_unfused(form, rows, w, w2, ends, bias, bias2, clear_rest)
+    return ops.grouped_mm_fold_pair(*rows, *w, *w2, ends, "bfloat16", clear_rest)
 
 
 def folded_sum(
-    form: Format, rows: Folded, w: Folded, rows2: Folded, w2: Folded, ends: jax.Array, dtype: Any
-) -> jax.Array:
-    return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, ends, out_dtype=dtype)
+    form: Format, rows: Folded, w: Folded, rows2: Folded, w2: Folded, ends: jax.Array, dtype: Any,
+    clear_rest: bool = False,
+) -> jax.Array:  # fmt: skip
+    return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, ends, dtype, clear_rest)
 
 
 class FoldForm(NamedTuple):
@@ -59,16 +62,16 @@ class FoldForm(NamedTuple):
 
     quantizes = True
 
-    def rows(self, x: Any, headroom: int = 0) -> Folded:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Folded:
         if isinstance(x, Folded):
             return x
         if isinstance(x, MXArray):
             if (source := self._packed(x)) is not None:
-                return Folded(*ops.permute_mx_fold(source[0], source[1]))
+                return Folded(*ops.permute_mx_fold(source[0], source[1], ends))
             x = (x.q, x.sf)
         if isinstance(x, tuple):
-            return Folded(*ops.fold_rows(x[0], x[1], headroom=headroom))
-        return Folded(*ops.quantize_row_fold(x, rounding=self.rounding, headroom=headroom))
+            return Folded(*ops.fold_rows(x[0], x[1], ends, headroom=headroom))
+        return Folded(*ops.quantize_row_fold(x, ends, rounding=self.rounding, headroom=headroom))
 
     def _packed(self, x: MXArray) -> tuple[jax.Array, jax.Array] | None:
         """The packed rows and the row map of which both operands of x are made; None: they are made of q and sf."""
@@ -93,7 +96,7 @@ class FoldForm(NamedTuple):
 
     def activation(self, x: Any, ends: jax.Array) -> Operands:
         if not self.wgrad_mx or not isinstance(x, jax.Array):
-            return Operands(self.rows(x))
+            return Operands(self.rows(x, ends))
         q, sf, q_t, sf_t = ops.quantize_both_fold(x, ends, rounding=self.rounding)
         return Operands(Folded(q, sf), Folded(q_t, sf_t))
 
@@ -102,24 +105,24 @@ class FoldForm(NamedTuple):
         return Operands(rows, tokens or self.tokens(dout, ends))
 
     def along_rows(self, w: jax.Array) -> Folded:
-        return self.rows(w, WEIGHT_HEADROOM)
+        return self.rows(w, headroom=WEIGHT_HEADROOM)
 
     def along_columns(self, w: jax.Array) -> Folded:
-        return self.rows(ops.quantize_col(w, rounding=self.rounding), WEIGHT_HEADROOM)
+        return self.rows(ops.quantize_col(w, rounding=self.rounding), headroom=WEIGHT_HEADROOM)
 
     def weights(self, w: jax.Array) -> WeightOperands:
         q, sf, q_t, sf_t = ops.quantize_matrix_fold(w, rounding=self.rounding)
         return WeightOperands(Folded(q, sf), Folded(q_t, sf_t))
 
     def hidden(self, glu: Glu) -> Folded:
-        gate, up, prob, numbers = glu
-        return Folded(*ops.swiglu_row_fold(gate, up, prob, self.rounding, False, *numbers))
+        gate, up, prob, numbers, ends = glu
+        return Folded(*ops.swiglu_row_fold(gate, up, prob, ends, self.rounding, False, *numbers))
 
-    def swiglu_backward(self, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
+    def swiglu_backward(self, dh: jax.Array, glu: Glu, need_values: bool) -> SwiGLUGradient:
         if gradient_op(self.name, self.wgrad_mx, Needs(True, True, need_values, True)) == "swiglu_bwd":
-            return forms.swiglu_unfused(self, dh, glu, ends, need_values)
+            return forms.swiglu_unfused(self, dh, glu, need_values)
         values = glu.gradient(dh)[:2] if need_values else (None, None)
-        gate, up, prob, numbers = glu
+        gate, up, prob, numbers, ends = glu
         *found, dprob = ops.swiglu_bwd_fold(dh, gate, up, prob, ends, self.rounding, False, *numbers)
         gate, gate_t, up, up_t, hidden = map(Folded, found[::2], found[1::2])
         return SwiGLUGradient(Operands(gate, gate_t), Operands(up, up_t), hidden, dprob, values)

@@ -54,20 +54,21 @@ Added = AddedBias | None
 
 
 class Glu(NamedTuple):
-    """The arguments of SwiGLU; prob is of `row_probabilities`."""
+    """The arguments of SwiGLU; prob is of `row_probabilities`. ends: of the groups of rows."""
 
     gate: jax.Array
     up: jax.Array
     prob: jax.Array
     numbers: Numbers
+    ends: jax.Array
 
     def hidden(self) -> jax.Array:
         """h (M, F) bf16."""
-        return ops.swiglu(self.gate, self.up, self.prob, *self.numbers)
+        return ops.swiglu(self.gate, self.up, self.prob, self.ends, *self.numbers)
 
     def gradient(self, dh: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """dgate and dup in bf16, and dprob."""
-        return ops.swiglu_bwd(dh, self.gate, self.up, self.prob, *self.numbers)
+        return ops.swiglu_bwd(dh, self.gate, self.up, self.prob, self.ends, *self.numbers)
 
 
 class SwiGLUGradient(NamedTuple):
@@ -82,13 +83,16 @@ class SwiGLUGradient(NamedTuple):
 
 
 class Format(Protocol):
-    """An operand form. Products are rounded once and have zeros past the last end.
+    """An operand form. Products are rounded once.
+
+    Rows past the last of `ends` are unspecified in everything that is made of rows: no kernel reads or writes them.
+    clear_rest: rows of a product past the last end are zeros.
 
     name, rounding, wgrad_mx, upcasts: of a recipe in a program traced now. wgrad_mx: tokens are quantized, in whole
         blocks; otherwise they are bf16. upcasts: the device multiplies no MX.
     quantizes: weights have bytes to hold.
-    rows: x along its last dim, of floats, of an MXArray, or of MX; another operand is returned unchanged. headroom: of
-        a fold; rows through a map have none.
+    rows: x along its last dim, of floats, of an MXArray, or of MX; another operand is returned unchanged. ends: None
+        for weights. headroom: of a fold; rows through a map have none.
     tokens: x along its rows, transposed. saved: x with what `tokens` reads of it.
     activation: rows of x, and tokens where one read makes both. gradient: rows and tokens of dout.
     along_rows: weights along their last dim. along_columns: along dim 1, transposed.
@@ -108,7 +112,7 @@ class Format(Protocol):
     @property
     def quantizes(self) -> bool: ...
 
-    def rows(self, x: Any, headroom: int = 0) -> Any: ...
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Any: ...
     def tokens(self, x: Any, ends: jax.Array) -> Any: ...
     def saved(self, x: Any) -> Any: ...
     def activation(self, x: Any, ends: jax.Array) -> Operands: ...
@@ -117,12 +121,16 @@ class Format(Protocol):
     def along_columns(self, w: jax.Array) -> Any: ...
     def weights(self, w: jax.Array) -> WeightOperands: ...
     def hidden(self, glu: Glu) -> Any: ...
-    def swiglu_backward(self, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient: ...
-    def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array: ...
+    def swiglu_backward(self, dh: jax.Array, glu: Glu, need_values: bool) -> SwiGLUGradient: ...
+    def mm(
+        self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None, clear_rest: bool = False
+    ) -> jax.Array: ...
     def mm_pair(
-        self, rows: Any, w: Any, w2: Any, ends: jax.Array, bias: Maybe, bias2: Maybe
+        self, rows: Any, w: Any, w2: Any, ends: jax.Array, bias: Maybe, bias2: Maybe, clear_rest: bool
     ) -> tuple[jax.Array, jax.Array]: ...
-    def mm_sum(self, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array: ...
+    def mm_sum(
+        self, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any, clear_rest: bool = False
+    ) -> jax.Array: ...
     def wgrad(self, dout: Any, x: Any, ends: jax.Array, dtype: Any) -> jax.Array: ...
     def wgrad_pair(
         self, dout: Any, dout2: Any, x: Any, ends: jax.Array, dtypes: Sequence[Any]
@@ -150,7 +158,7 @@ def without_source(form: Format, x: Any) -> Any:
 
 
 def rows_alone(form: Format, x: Any, ends: jax.Array) -> Operands:
-    return Operands(form.rows(x))
+    return Operands(form.rows(x, ends))
 
 
 def bf16_tokens(form: Format, x: Any, ends: jax.Array) -> jax.Array:
@@ -158,23 +166,25 @@ def bf16_tokens(form: Format, x: Any, ends: jax.Array) -> jax.Array:
 
 
 def gradient_unfused(form: Format, dout: Any, ends: jax.Array) -> Operands:
-    return Operands(form.rows(dout), form.tokens(dout, ends))
+    return Operands(form.rows(dout, ends), form.tokens(dout, ends))
 
 
 def wgrad_bf16(form: Format, dout: jax.Array, x: jax.Array, ends: jax.Array, dtype: Any) -> jax.Array:
     return ops.grouped_wgrad_bf16(dout, x, ends, out_dtype=dtype)
 
 
-def swiglu_unfused(form: Format, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
+def swiglu_unfused(form: Format, dh: jax.Array, glu: Glu, need_values: bool) -> SwiGLUGradient:
     """dgate and dup in bf16, which are operands along the tokens too."""
     dgate, dup, dprob = glu.gradient(dh)
-    gate, up = (Operands(d, form.tokens(d, ends)) for d in (dgate, dup))
+    gate, up = (Operands(d, form.tokens(d, glu.ends)) for d in (dgate, dup))
     return SwiGLUGradient(gate, up, glu.hidden(), dprob, (dgate, dup))
 
 
-def bias_unfused(form: Format, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: AddedBias) -> jax.Array:
+def bias_unfused(
+    form: Format, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: AddedBias, clear_rest: bool
+) -> jax.Array:
     """The bias is added to the fp32 sums of a kernel."""
-    sums = form.mm(rows, w, ends, "float32")
+    sums = form.mm(rows, w, ends, "float32", clear_rest=clear_rest)
     added = bias_of_rows(bias.values, ends, sums.shape[0])
     if bias.row_weights is not None:
         in_group = jnp.arange(sums.shape[0]) < ends[-1:]
@@ -190,15 +200,17 @@ def bias_of_rows(bias: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
 
 
 def pair_unfused(
-    form: Format, rows: Any, w: Any, w2: Any, ends: jax.Array, bias: Maybe, bias2: Maybe
+    form: Format, rows: Any, w: Any, w2: Any, ends: jax.Array, bias: Maybe, bias2: Maybe, clear_rest: bool
 ) -> tuple[jax.Array, jax.Array]:
-    first = form.mm(rows, w, ends, "bfloat16", None if bias is None else AddedBias(bias))
-    return first, form.mm(rows, w2, ends, "bfloat16", None if bias2 is None else AddedBias(bias2))
+    first = form.mm(rows, w, ends, "bfloat16", None if bias is None else AddedBias(bias), clear_rest)
+    return first, form.mm(rows, w2, ends, "bfloat16", None if bias2 is None else AddedBias(bias2), clear_rest)
 
 
-def sum_unfused(form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any) -> jax.Array:
-    first = form.mm(rows, w, ends, "float32")
-    return rounded(first + form.mm(rows2, w2, ends, "float32"), dtype)
+def sum_unfused(
+    form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: jax.Array, dtype: Any, clear_rest: bool = False
+) -> jax.Array:
+    first = form.mm(rows, w, ends, "float32", clear_rest=clear_rest)
+    return rounded(first + form.mm(rows2, w2, ends, "float32", clear_rest=clear_rest), dtype)
 
 
 def wgrads_unfused(

@@ -13,7 +13,7 @@ from ....core_kernels.policy.swiglu_gradient import Needs, gradient_op
 from ... import ops
 from ...ops.mx_array import MXArray
 from . import form as forms
-from .form import MX, Added, FormatType, Glu, Operands, SwiGLUGradient, WeightOperands
+from .form import MX, Added, FormatType, Glu, Maybe, Operands, SwiGLUGradient, WeightOperands
 
 
 class Upcast(NamedTuple):
@@ -40,7 +40,7 @@ class MXForm(NamedTuple):
         q, sf = pair  # a plain pair, whatever tuple the caller holds: pytrees of weights have one structure
         return Upcast(ops.dequantize(q, sf)) if self.upcasts else (q, sf)
 
-    def rows(self, x: Any, headroom: int = 0) -> MX | Upcast:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> MX | Upcast:
         if isinstance(x, Upcast):
             return x
         if isinstance(x, MXArray):
@@ -67,13 +67,13 @@ class MXForm(NamedTuple):
         return WeightOperands((q, sf), (q_t, sf_t))
 
     def hidden(self, glu: Glu) -> MX | Upcast:
-        gate, up, prob, numbers = glu
+        gate, up, prob, numbers, _ = glu
         return self._multiplied(ops.swiglu_row(gate, up, prob, self.rounding, False, *numbers))
 
-    def swiglu_backward(self, dh: jax.Array, glu: Glu, ends: jax.Array, need_values: bool) -> SwiGLUGradient:
-        gate, up, prob, numbers = glu
+    def swiglu_backward(self, dh: jax.Array, glu: Glu, need_values: bool) -> SwiGLUGradient:
+        gate, up, prob, numbers, ends = glu
         if not self.wgrad_mx:
-            return forms.swiglu_unfused(self, dh, glu, ends, need_values)
+            return forms.swiglu_unfused(self, dh, glu, need_values)
         if gradient_op(self.name, True, Needs(True, True, need_values, True)) == "swiglu_bwd":
             dgate, dup, dprob = glu.gradient(dh)
             operands = self.gradient(dgate, ends), self.gradient(dup, ends)
@@ -84,13 +84,15 @@ class MXForm(NamedTuple):
         gate_t, up_t, hidden = map(self._multiplied, (gate_t, up_t, hidden))
         return SwiGLUGradient(Operands(gate, gate_t), Operands(up, up_t), hidden, dprob)
 
-    def mm(self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None) -> jax.Array:
+    def mm(
+        self, rows: Any, w: Any, ends: jax.Array, dtype: Any, bias: Added = None, clear_rest: bool = False
+    ) -> jax.Array:
         if bias is not None:
-            return forms.bias_unfused(self, rows, w, ends, dtype, bias)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, clear_rest)
         # QuantizedWeights may be for another device than this program: an Upcast on one side makes the product bf16.
         if self.upcasts or isinstance(w, Upcast):
-            return ops.grouped_mm_bf16(_as_bf16(rows), _as_bf16(w), ends, out_dtype=dtype)
-        return ops.grouped_mm_mx(rows[0], rows[1], w[0], w[1], ends, out_dtype=dtype)
+            return ops.grouped_mm_bf16(_as_bf16(rows), _as_bf16(w), ends, dtype, clear_rest)
+        return ops.grouped_mm_mx(rows[0], rows[1], w[0], w[1], ends, dtype, clear_rest)
 
     def wgrad(self, dout: Any, x: Any, ends: jax.Array, dtype: Any) -> jax.Array:
         if not self.wgrad_mx:

@@ -9,7 +9,7 @@ from ....core_kernels.policy.recipe import Form
 from ... import ops
 from . import form as forms
 from .fold import Folded, folded_mm, folded_pair, folded_sum
-from .form import FormatType, Glu, WeightOperands
+from .form import FormatType, Glu, Maybe, WeightOperands
 
 
 class RowForm(NamedTuple):
@@ -20,8 +20,10 @@ class RowForm(NamedTuple):
 
     quantizes = True
 
-    def rows(self, x: Any, headroom: int = 0) -> Folded:
-        return x if isinstance(x, Folded) else Folded(*ops.quantize_rowwise(forms.floats(x), rounding=self.rounding))
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Folded:
+        if isinstance(x, Folded):
+            return x
+        return Folded(*ops.quantize_rowwise(forms.floats(x), ends, rounding=self.rounding))
 
     def along_rows(self, w: jax.Array) -> Folded:
         return self.rows(w)
@@ -33,7 +35,7 @@ class RowForm(NamedTuple):
         return WeightOperands(self.along_rows(w), self.along_columns(w))
 
     def hidden(self, glu: Glu) -> Folded:
-        return self.rows(glu.hidden())
+        return self.rows(glu.hidden(), glu.ends)
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
     wgrad, wgrad_pair, gradient = forms.wgrad_bf16, forms.wgrads_unfused, forms.gradient_unfused

@@ -47,6 +47,7 @@ def poisoned(out: ArrayType, byte: int) -> np.ndarray:
 
 
 def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any) -> Any:
+    inputs = op.complete(inputs, np.zeros(0, np.int32))
     signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
     outputs = tuple(poisoned(out, poison) for out in signature.out)
     arrays = [_exported(np.array(x, order="C")) for x in inputs]  # a copy: cases are shared and may be read-only

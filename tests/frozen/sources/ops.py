@@ -51,9 +51,10 @@ def up_to_the_last_end(op: KernelOp, inputs: Any, outputs: Any, options: dict[st
     """The outputs without what they have for tokens past the last group, in their first or their last dim."""
     types = (ArrayType(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for x in inputs)
     tokens = op.signature(*types, **options).tokens
-    if tokens is None:
+    ends = inputs[op.inputs.index("group_ends") :][0] if tokens and len(inputs) == len(op.inputs) else ()
+    if tokens is None or not len(ends):
         return list(outputs)
-    end = int(inputs[op.inputs.index("group_ends")][-1])
+    end = int(ends[-1])
 
     def cut(output: Any) -> Any:
         sides = (0, output.ndim - 1)

@@ -20,7 +20,10 @@ BIASES = (B1, B3, B2)
 def test_the_gradient_of_swiglu_is_the_kernels() -> None:
     gate, up, dh = (normal(M, F, seed=seed) for seed in range(3))
     got = results(partial(swiglu, activation=CLAMPED), dh, gate, up, PROB)
-    want = ops.swiglu(gate, up, PROB, *CLAMPED.attributes), *ops.swiglu_bwd(dh, gate, up, PROB, *CLAMPED.attributes)
+    want = (
+        ops.swiglu(gate, up, PROB, None, *CLAMPED.attributes),
+        *ops.swiglu_bwd(dh, gate, up, PROB, None, *CLAMPED.attributes),
+    )
     for g, w in zip(got, want, strict=True):
         np.testing.assert_array_equal(g, w)
 
@@ -47,7 +50,7 @@ def test_fused_is_composed(compute: str) -> None:
             gate, up = mm(X, W1, bias=B1), mm(X, W3, bias=B3)
             h = swiglu(gate, up, activation=CLAMPED)
             (dh,) = jax.vjp(lambda h: mm(h, W2, bias=B2), h)[1](DY)
-            dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, jnp.zeros(0), *CLAMPED.attributes)
+            dgate, dup, _ = ops.swiglu_bwd(dh, gate, up, jnp.zeros(0), None, *CLAMPED.attributes)
             return folded_sum((dgate, dup), (W1, W3), ENDS)
 
         dx = input_gradient()

@@ -22,7 +22,7 @@ from mxep.core_kernels.grouped_gemm.blockwise import plan as blockwise_gemm
 from mxep.core_kernels.grouped_gemm.exact import plan as grouped_gemm
 from mxep.core_kernels.grouped_gemm.exact import plan_kn
 from mxep.core_kernels.grouped_gemm.folded import plan as folded_gemm
-from mxep.core_kernels.launch import ArrayType, KernelOp
+from mxep.core_kernels.launch import NO_ENDS, ArrayType, KernelOp
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.quantize import plan_blockwise as blockwise
@@ -95,7 +95,11 @@ CASES = {
     "permute_rows u8": Case(permute.permute_rows, (u8(M, K), i32(M)), {}, VECTORS),
     "permute_mx": Case(permute.permute_mx, (u8(M, packed_width(K)), i32(M)), {}, VECTORS),
     "fold_rows": Case(fold.fold_rows, mx(M, K), {}, QUANTIZE),
+    "fold_rows ends": Case(fold.fold_rows, (*mx(M, K), i32(GROUPS)), {"headroom": 2}, QUANTIZE),
     "permute_mx_fold": Case(fold_permute.permute_mx_fold, (u8(M, packed_width(K)), i32(M)), {}, QUANTIZE),
+    "permute_mx_fold ends": Case(
+        fold_permute.permute_mx_fold, (u8(M, packed_width(K)), i32(M), i32(GROUPS)), {}, QUANTIZE
+    ),
     "quantize_row_fold": Case(fold.quantize_row_fold, (bf16(M, K),), {}, QUANTIZE),
     "quantize_row_fold f32": Case(fold.quantize_row_fold, (ArrayType((M, K), "float32"),), {}, QUANTIZE),
     "quantize_rowwise": Case(quantize.quantize_rowwise, (bf16(M, K),), {}, QUANTIZE),
@@ -267,6 +271,7 @@ def compile_plan(op: KernelOp, inputs: tuple[ArrayType, ...], arch: str, options
 
     target: another GPU that uses the tiles of `arch`, as 10 * major + minor.
     """
+    inputs = op.complete(inputs, NO_ENDS)
     plan, kernel = op.launch(*inputs, arch=arch, **options), op.triton_kernel()
     types = [POINTERS[a.dtype] for a in inputs]
     types += ["constexpr" if value == 1 else "i32" for value in plan.scalars.values()]

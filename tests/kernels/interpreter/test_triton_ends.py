@@ -71,5 +71,5 @@ def test_fold_groups(triton_op, name):
     for g in broken:
         begin = below[g - 1] if g else 0
         want_sf[begin // SPAN + g : below[g] // SPAN + g + 1] = 255
-    np.testing.assert_array_equal(qf, want)
+    np.testing.assert_array_equal(qf[:, : below[-1]], want[:, : below[-1]])
     np.testing.assert_array_equal(span_sf, want_sf)

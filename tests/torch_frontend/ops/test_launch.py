@@ -14,6 +14,7 @@ from mxep.torch_frontend.ops import device
 from mxep.torch_frontend.ops import launch as launches
 from torch import Tensor
 
+from ...cases import specified
 from ..inputs import ints, rows
 
 
@@ -114,8 +115,9 @@ def test_a_composed_fold_has_the_bytes_of_its_kernel(name: str, ends: tuple[int,
     arrays = (x, ints(*ends)) if name == "quantize_both_fold" else (x, x, x, torch.ones(672), ints(*ends))
     for options in ({}, {"rounding": 1, "satfinite": True}):
         composed = op.compose(calls.call, *arrays, **options)
-        for got, want in zip(composed, getattr(ops, name)(*arrays, **options), strict=True):
-            assert torch.equal(got, want)
+        want = getattr(ops, name)(*arrays, **options)
+        for one, other in zip(*(specified(op, arrays, found) for found in (composed, want)), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_scratch_memory_is_allocated_and_dropped(capability: Callable) -> None:

@@ -69,7 +69,7 @@ def fp32_sum(inputs: dict[str, Tensor], group_ends: Tensor, recipe: str, dout: T
     for dgrad, w in zip(ops.swiglu_bwd(dh, gate, up, prob), (w1, w3), strict=False):
         if recipe.endswith("folded"):
             rows = ops.quantize_row_fold(dgrad, headroom=GRADIENT_HEADROOM)
-            weights = ops.fold_rows(*ops.quantize_col(w), WEIGHT_HEADROOM)
+            weights = ops.fold_rows(*ops.quantize_col(w), headroom=WEIGHT_HEADROOM)
             total += ops.grouped_mm_fold(*rows, *weights, group_ends, "float32")
             continue
         leaf = x.float().requires_grad_()

@@ -40,7 +40,7 @@ def test_products_of_folded_operands(mx: bool, wgrad_with_hp: bool) -> None:
     w = w.detach()
     rows, columns = ops.quantize_row_fold(a), ops.quantize_row_fold(w, headroom=WEIGHT_HEADROOM)
     assert torch.equal(out, ops.grouped_mm_fold(*rows, *columns, offs))
-    turned = ops.fold_rows(*ops.quantize_col(w), WEIGHT_HEADROOM)
+    turned = ops.fold_rows(*ops.quantize_col(w), headroom=WEIGHT_HEADROOM)
     assert torch.equal(da, ops.grouped_mm_fold(*ops.quantize_row_fold(dout), *turned, offs))
     if mx:
         a, dout = (MXTensor.quantize(x).dequantize() for x in (a, dout))

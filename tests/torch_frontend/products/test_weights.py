@@ -44,8 +44,8 @@ def test_one_way_and_both_ways_fold_to_the_same_bytes(dtype: torch.dtype, roundi
         alone = weights.quantize_for_call(given, None, form, both=False).along_k, weights.along_n(given, form)
         for got, want in zip(alone, both, strict=True):
             assert equal(list(got), list(want))
-    _, needed = ops.quantize_row_fold(w, rounding)
-    _, first = ops.quantize_row_fold(w[..., :256].contiguous(), rounding)
+    _, needed = ops.quantize_row_fold(w, rounding=rounding)
+    _, first = ops.quantize_row_fold(w[..., :256].contiguous(), rounding=rounding)
     got = form.along_k(w).sf
     assert torch.equal(got, torch.maximum(first + WEIGHT_HEADROOM, needed))
     assert (got == needed).any()

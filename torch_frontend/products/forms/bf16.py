@@ -24,7 +24,7 @@ class BF16Form(NamedTuple):
 
     quantizes = False
 
-    def rows(self, x: Any, headroom: int = 0) -> Tensor:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Tensor:
         return forms.as_bf16(x)
 
     def along_k(self, w: Tensor) -> Tensor:
@@ -39,17 +39,23 @@ class BF16Form(NamedTuple):
     def hidden(self, glu: Glu) -> Tensor:
         return glu.hidden()
 
-    def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
+    def mm(
+        self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor:  # fmt: skip
         if bias is not None:
-            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out, clear_rest)
         if isinstance(w, KN):
-            return forms.written("grouped_mm_bf16_kn", (rows, w.w, ends), dtype, out)
-        return forms.written("grouped_mm_bf16", (rows, w, ends), dtype, out)
+            return forms.written("grouped_mm_bf16_kn", (rows, w.w, ends), dtype, out, clear_rest)
+        return forms.written("grouped_mm_bf16", (rows, w, ends), dtype, out, clear_rest)
 
-    def mm_sum(self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
+    def mm_sum(
+        self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor:  # fmt: skip
         if isinstance(w, KN) and isinstance(w2, KN):
-            return forms.written("grouped_mm_bf16_kn_sum", (rows, w.w, rows2, w2.w, ends), dtype, out)
-        return forms.sum_unfused(self, rows, w, rows2, w2, ends, dtype, out)
+            return forms.written("grouped_mm_bf16_kn_sum", (rows, w.w, rows2, w2.w, ends), dtype, out, clear_rest)
+        return forms.sum_unfused(self, rows, w, rows2, w2, ends, dtype, out, clear_rest)
 
     mm_pair = forms.pair_unfused
     tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.share_gradient

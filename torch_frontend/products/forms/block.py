@@ -28,10 +28,10 @@ class BlockForm(NamedTuple):
 
     quantizes = True
 
-    def rows(self, x: Any, headroom: int = 0) -> Blockwise:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Blockwise:
         if isinstance(x, Blockwise):
             return x
-        return Blockwise(*ops.quantize_blockwise(dequantized(x).contiguous(), self._power_of_two))
+        return Blockwise(*ops.quantize_blockwise(dequantized(x).contiguous(), ends, self._power_of_two))
 
     def along_k(self, w: Tensor) -> Blockwise:
         return Blockwise(*ops.quantize_squares(w.contiguous(), self._power_of_two))
@@ -44,12 +44,15 @@ class BlockForm(NamedTuple):
         return WeightOperands(Blockwise(q, sf), Blockwise(q_t, sf_t))
 
     def hidden(self, glu: Glu) -> Blockwise:
-        return self.rows(glu.hidden())
+        return self.rows(glu.hidden(), glu.ends)
 
-    def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
+    def mm(
+        self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor:  # fmt: skip
         if bias is not None:
-            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
-        return forms.written("grouped_mm_blockwise", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out, clear_rest)
+        return forms.written("grouped_mm_blockwise", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out, clear_rest)
 
     @property
     def _power_of_two(self) -> bool:

@@ -35,30 +35,32 @@ class Folded(NamedTuple):
 
 
 def folded_mm(
-    form: Format, rows: Folded, w: Folded, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None
-) -> Tensor:
+    form: Format, rows: Folded, w: Folded, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
+    clear_rest: bool = False,
+) -> Tensor:  # fmt: skip
     if bias is None:
-        return forms.written("grouped_mm_fold", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
+        return forms.written("grouped_mm_fold", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out, clear_rest)
     if bias.row_weights is not None:
-        return forms.bias_unfused(form, rows, w, ends, dtype, bias, out)
+        return forms.bias_unfused(form, rows, w, ends, dtype, bias, out, clear_rest)
     operands = rows.q, rows.sf, w.q, w.sf, bias.values.contiguous(), ends
-    return forms.written("grouped_mm_fold_bias", operands, dtype, out)
+    return forms.written("grouped_mm_fold_bias", operands, dtype, out, clear_rest)
 
 
 def folded_pair(
     form: Format, rows: Folded, w: Folded, w2: Folded, ends: Tensor, dtype: DType, bias: Maybe = None,
-    bias2: Maybe = None,
+    bias2: Maybe = None, clear_rest: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if bias is not None or bias2 is not None:
-        return forms.pair_unfused(form, rows, w, w2, ends, dtype, bias, bias2)
-    return ops.grouped_mm_fold_pair(rows.q, rows.sf, w.q, w.sf, w2.q, w2.sf, ends, dtype_name(dtype))
+        return forms.pair_unfused(form, rows, w, w2, ends, dtype, bias, bias2, clear_rest)
+    return ops.grouped_mm_fold_pair(rows.q, rows.sf, w.q, w.sf, w2.q, w2.sf, ends, dtype_name(dtype), clear_rest)
 
 
 def folded_sum(
-    form: Format, rows: Folded, w: Folded, rows2: Folded, w2: Folded, ends: Tensor, dtype: DType, out: Maybe = None
-) -> Tensor:
+    form: Format, rows: Folded, w: Folded, rows2: Folded, w2: Folded, ends: Tensor, dtype: DType, out: Maybe = None,
+    clear_rest: bool = False,
+) -> Tensor:  # fmt: skip
     operands = rows.q, rows.sf, w.q, w.sf, rows2.q, rows2.sf, w2.q, w2.sf, ends
-    return forms.written("grouped_mm_fold_sum", operands, dtype, out)
+    return forms.written("grouped_mm_fold_sum", operands, dtype, out, clear_rest)
 
 
 class FoldForm(NamedTuple):
@@ -69,16 +71,16 @@ class FoldForm(NamedTuple):
 
     quantizes = True
 
-    def rows(self, x: Any, headroom: int = 0) -> Folded:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Folded:
         if isinstance(x, Folded):
             return x
         if isinstance(x, GatheredRows):
-            return Folded(*ops.permute_mx_fold(x.packed, x.row_map))
+            return Folded(*ops.permute_mx_fold(x.packed, x.row_map, ends))
         if isinstance(x, MXTensor):
             x = MX(*x.contiguous_parts())
         if isinstance(x, MX):
-            return Folded(*ops.fold_rows(x.q, x.sf, headroom))
-        return Folded(*ops.quantize_row_fold(x.contiguous(), self.rounding, False, headroom))
+            return Folded(*ops.fold_rows(x.q, x.sf, ends, headroom))
+        return Folded(*ops.quantize_row_fold(x.contiguous(), ends, self.rounding, False, headroom))
 
     def tokens(self, x: Any, groups: TokenGroups) -> Any:
         if not self.wgrad_mx or isinstance(x, Folded):
@@ -93,31 +95,31 @@ class FoldForm(NamedTuple):
         q, sf = x if isinstance(x, MX) else mx_tokens(x, groups, self.rounding)
         return Folded(*ops.fold_groups(q, sf, ends))
 
-    def activation(self, x: Tensor, ends: Maybe) -> Operands:
-        if ends is None or isinstance(x, MXTensor):
-            return Operands(self.rows(x))
+    def activation(self, x: Tensor, ends: Tensor, whole: bool) -> Operands:
+        if not whole or isinstance(x, MXTensor):
+            return Operands(self.rows(x, ends))
         q, sf, q_t, sf_t = ops.quantize_both_fold(x.contiguous(), ends, self.rounding)
         return Operands(Folded(q, sf), Folded(q_t, sf_t))
 
     def gradient(self, dout: Tensor, ends: Tensor) -> Operands:
         if not self.wgrad_mx:
             return forms.share_gradient(self, dout, ends)
-        rows, tokens = self.activation(dout, ends)
+        rows, tokens = self.activation(dout, ends, True)
         return Operands(rows, tokens or self.tokens(dout, TokenGroups(ends)))
 
     def along_k(self, w: Tensor) -> Folded:
-        return self.rows(w, WEIGHT_HEADROOM)
+        return self.rows(w, headroom=WEIGHT_HEADROOM)
 
     def along_n(self, w: Tensor) -> Folded:
-        return self.rows(MX(*ops.quantize_col(w.contiguous(), self.rounding)), WEIGHT_HEADROOM)
+        return self.rows(MX(*ops.quantize_col(w.contiguous(), self.rounding)), headroom=WEIGHT_HEADROOM)
 
     def weights(self, w: Tensor) -> WeightOperands:
         q, sf, q_t, sf_t = ops.quantize_matrix_fold(w.contiguous(), self.rounding)
         return WeightOperands(Folded(q, sf), Folded(q_t, sf_t))
 
     def hidden(self, glu: Glu) -> Folded:
-        gate, up, prob, numbers = glu
-        return Folded(*ops.swiglu_row_fold(gate, up, prob, self.rounding, False, *numbers))
+        gate, up, prob, numbers, ends = glu
+        return Folded(*ops.swiglu_row_fold(gate, up, prob, ends, self.rounding, False, *numbers))
 
     def swiglu_backward(self, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
         op = gradient_op(self.name, steps.quantized_tokens, needs)

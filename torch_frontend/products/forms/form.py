@@ -63,16 +63,17 @@ Added = AddedBias | None
 
 
 class Glu(NamedTuple):
-    """The arguments of SwiGLU; prob is of `row_probabilities`."""
+    """The arguments of SwiGLU; prob is of `row_probabilities`. ends: of the groups of rows."""
 
     gate: Tensor
     up: Tensor
     prob: Tensor
     numbers: Numbers
+    ends: Tensor
 
     def hidden(self) -> Tensor:
         """h (M, F) bf16."""
-        return ops.swiglu(self.gate, self.up, self.prob, *self.numbers)
+        return ops.swiglu(self.gate, self.up, self.prob, self.ends, *self.numbers)
 
 
 class SwiGLUGradient(NamedTuple):
@@ -88,15 +89,18 @@ class SwiGLUGradient(NamedTuple):
 
 
 class Format(Protocol):
-    """An operand form. Products are rounded once, have zeros past the last end, and are written to `out` if given.
+    """An operand form. Products are rounded once, and are written to `out` if given.
+
+    Rows past the last of `ends` are unspecified in everything that is made of rows: no kernel reads or writes them.
+    clear_rest: rows of a product past the last end are zeros.
 
     name, rounding, wgrad_mx, upcasts: of a recipe on a device. wgrad_mx: tokens are quantized, in whole blocks;
         otherwise they are what is given, in bf16 or fp32. upcasts: the device multiplies no MX.
     quantizes: weights have bytes to hold.
     rows: x along its last dim, of floats, of an MXTensor, or of the MX that a kernel wrote; an operand is returned
-        unchanged. headroom: of a fold; gathered rows have none.
+        unchanged. ends: None for weights. headroom: of a fold; gathered rows have none.
     tokens: x along its rows, transposed. MX is along the tokens already; an operand is returned unchanged.
-    activation: rows of x, and tokens where one read makes both. ends: None if no weight gradient reads whole blocks.
+    activation: rows of x, and tokens where one read makes both. whole: whether a weight gradient reads whole blocks.
     gradient: rows and tokens of dout, whose groups are whole blocks.
     along_k: the right operand (G, N, K) of a product over K, of w (G, N, K). along_n: (G, K, N), of a product over N.
     weights: both, in one read where a kernel makes both.
@@ -116,9 +120,9 @@ class Format(Protocol):
     @property
     def quantizes(self) -> bool: ...
 
-    def rows(self, x: Any, headroom: int = 0) -> Any: ...
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> Any: ...
     def tokens(self, x: Any, groups: TokenGroups) -> Any: ...
-    def activation(self, x: Tensor, ends: Maybe) -> Operands: ...
+    def activation(self, x: Tensor, ends: Tensor, whole: bool) -> Operands: ...
     def gradient(self, dout: Tensor, ends: Tensor) -> Operands: ...
     def along_k(self, w: Tensor) -> Any: ...
     def along_n(self, w: Tensor) -> Any: ...
@@ -126,13 +130,18 @@ class Format(Protocol):
     def hidden(self, glu: Glu) -> Any: ...
     def swiglu_backward(self, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient: ...
 
-    def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor: ...
+    def mm(
+        self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor: ...  # fmt: skip
     def mm_pair(
-        self, rows: Any, w: Any, w2: Any, ends: Tensor, dtype: DType, bias: Maybe = None, bias2: Maybe = None
-    ) -> tuple[Tensor, Tensor]: ...
+        self, rows: Any, w: Any, w2: Any, ends: Tensor, dtype: DType, bias: Maybe = None, bias2: Maybe = None,
+        clear_rest: bool = False,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def mm_sum(
-        self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None
-    ) -> Tensor: ...
+        self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor: ...  # fmt: skip
     def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor: ...
     def wgrad_pair(
         self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType], out: Sequence[Maybe] = (None, None)
@@ -143,11 +152,12 @@ FormatType = Callable[..., Format]
 """Of name, rounding, wgrad_mx and upcasts."""
 
 
-def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe) -> Tensor:
-    """The only output of the op, in `out` if there is one."""
+def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe, *clear_rest: bool) -> Tensor:
+    """The only output of the op, in `out` if there is one. clear_rest: of a product of rows, and of no other."""
     if out is None:
-        return getattr(ops, name)(*operands, dtype_name(dtype))
-    call_out((out,), OPS[name], *operands, out_dtype=dtype_name(dtype))
+        return getattr(ops, name)(*operands, dtype_name(dtype), *clear_rest)
+    options = dict(zip(("out_dtype", "clear_rest"), (dtype_name(dtype), *clear_rest), strict=False))
+    call_out((out,), OPS[name], *operands, **options)
     return out
 
 
@@ -155,8 +165,8 @@ def as_bf16(x: Tensor) -> Tensor:
     return dequantized(x).to(torch.bfloat16).contiguous()
 
 
-def rows_alone(form: Format, x: Tensor, ends: Maybe) -> Operands:
-    return Operands(form.rows(x))
+def rows_alone(form: Format, x: Tensor, ends: Tensor, whole: bool) -> Operands:
+    return Operands(form.rows(x, ends))
 
 
 def as_given(form: Format, x: Any, groups: TokenGroups) -> Any:
@@ -176,9 +186,11 @@ def swiglu_unfused(form: Format, steps: "BackwardOperands", needs: Needs) -> Swi
     return steps.in_bf16(needs)
 
 
-def bias_unfused(form: Format, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: AddedBias, out: Maybe) -> Tensor:
+def bias_unfused(
+    form: Format, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: AddedBias, out: Maybe, clear_rest: bool
+) -> Tensor:
     """The bias is added to the fp32 sums of a kernel."""
-    sums = form.mm(rows, w, ends, torch.float32)
+    sums = form.mm(rows, w, ends, torch.float32, clear_rest=clear_rest)
     added = bias_of_rows(bias.values, ends, sums.shape[0])
     if bias.row_weights is not None:
         in_group = torch.arange(sums.shape[0], device=sums.device) < ends[-1:]
@@ -194,16 +206,22 @@ def bias_of_rows(bias: Tensor, ends: Tensor, rows: int) -> Tensor:
 
 
 def pair_unfused(
-    form: Format, rows: Any, w: Any, w2: Any, ends: Tensor, dtype: DType, bias: Maybe = None, bias2: Maybe = None
-) -> tuple[Tensor, Tensor]:
-    first = form.mm(rows, w, ends, dtype, None if bias is None else AddedBias(bias))
-    return first, form.mm(rows, w2, ends, dtype, None if bias2 is None else AddedBias(bias2))
+    form: Format, rows: Any, w: Any, w2: Any, ends: Tensor, dtype: DType, bias: Maybe = None, bias2: Maybe = None,
+    clear_rest: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    biases = (None if b is None else AddedBias(b) for b in (bias, bias2))
+    first, second = (
+        form.mm(rows, of, ends, dtype, b, clear_rest=clear_rest) for of, b in zip((w, w2), biases, strict=True)
+    )
+    return first, second
 
 
 def sum_unfused(
-    form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None
-) -> Tensor:
-    first, second = form.mm(rows, w, ends, torch.float32), form.mm(rows2, w2, ends, torch.float32)
+    form: Format, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None,
+    clear_rest: bool = False,
+) -> Tensor:  # fmt: skip
+    first = form.mm(rows, w, ends, torch.float32, clear_rest=clear_rest)
+    second = form.mm(rows2, w2, ends, torch.float32, clear_rest=clear_rest)
     # Added and rounded in one kernel: 10 bytes per value, and not 18.
     return torch.add(first, second, out=first.new_empty(first.shape, dtype=dtype) if out is None else out)
 

@@ -48,7 +48,7 @@ class MXForm(NamedTuple):
     def _multiplied(self, x: MX) -> MX | Upcast:
         return Upcast(ops.dequantize(*x)) if self.upcasts else x
 
-    def rows(self, x: Any, headroom: int = 0) -> MX | Upcast:
+    def rows(self, x: Any, ends: Maybe = None, headroom: int = 0) -> MX | Upcast:
         if isinstance(x, Upcast):
             return x
         if isinstance(x, MXTensor):
@@ -81,7 +81,7 @@ class MXForm(NamedTuple):
         return WeightOperands(self._multiplied(MX(q, sf)), self._multiplied(MX(q_t, sf_t)))
 
     def hidden(self, glu: Glu) -> MX | Upcast:
-        gate, up, prob, numbers = glu
+        gate, up, prob, numbers, _ = glu
         return self._multiplied(MX(*ops.swiglu_row(gate, up, prob, self.rounding, False, *numbers)))
 
     def swiglu_backward(self, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
@@ -90,12 +90,15 @@ class MXForm(NamedTuple):
             return steps.in_bf16(needs, self.gradient)
         return steps.in_form(steps.quantized(op))
 
-    def mm(self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None) -> Tensor:
+    def mm(
+        self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
+        clear_rest: bool = False,
+    ) -> Tensor:  # fmt: skip
         if bias is not None:
-            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out)
+            return forms.bias_unfused(self, rows, w, ends, dtype, bias, out, clear_rest)
         if self.upcasts:
-            return forms.written("grouped_mm_bf16", (rows.x, w.x, ends), dtype, out)
-        return forms.written("grouped_mm_mx", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out)
+            return forms.written("grouped_mm_bf16", (rows.x, w.x, ends), dtype, out, clear_rest)
+        return forms.written("grouped_mm_mx", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out, clear_rest)
 
     def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
         if not self.wgrad_mx:
