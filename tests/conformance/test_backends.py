@@ -41,7 +41,8 @@ def test_every_case_is_in_one_file() -> None:
 
 @pytest.mark.needs("POISONED")
 @pytest.mark.parametrize("op", [pytest.param(op, marks=pytest.mark.needs(op)) for op in sorted(FIRST)])
-def test_every_byte_of_every_output_is_written(ops: Mapping[str, Callable], op: str) -> None:
+def test_every_specified_byte_of_every_output_is_written(ops: Mapping[str, Callable], op: str) -> None:
     """The result does not depend on the bytes of the outputs before the call: two poisons give the same bytes."""
-    run = partial(ops[op], *FIRST[op].arrays(), **FIRST[op].options_of())
-    check.same_bytes(run(poison=0x5A), run(poison=0xFF))
+    arrays = FIRST[op].arrays()
+    run = partial(ops[op], *arrays, **FIRST[op].options_of())
+    check.same_specified(op, arrays, run(poison=0x5A), run(poison=0xFF))
