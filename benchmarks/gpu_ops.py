@@ -15,7 +15,7 @@ import jax
 import torch
 from mxep import jax_frontend, torch_frontend
 
-from .cases.byte_check import check, differing, require_same
+from .cases.byte_check import check, count_differing, require_same
 from .cases.calls import jax_call, torch_call
 from .cases.case import Case, Tensors
 from .cases.ops import families
@@ -35,7 +35,7 @@ def torch_peers(case: Case, outputs: Tensors, failures: list[str]) -> dict[str, 
     for name, peer in compiled.torch_peers(case.name, case.formula, case.inputs, outputs).items():
         try:
             theirs = peer()
-            differ = sum(differing(a, b) for a, b in zip(theirs, outputs, strict=True))
+            differ = count_differing(case, theirs, outputs)
         except Exception:
             failed(f"{case.name}: peer {name}", failures)
             continue
@@ -95,7 +95,7 @@ def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
     program = jax.jit(partial(case.program, jax_call)).lower(*arrays).compile()
     outputs = run()
     theirs = tuple(map(torch.from_dlpack, program(*arrays)))
-    require_same(case, "torch's, from JAX", theirs, outputs)
+    require_same(case, "torch's, from JAX", case.specified(theirs), case.specified(outputs))
     del theirs
     nbytes = case.nbytes(outputs)
     copy, wait = copy_of(nbytes, device), torch_wait(device)
@@ -108,9 +108,7 @@ def jax_lines(case: Case, device: str, failures: list[str]) -> Iterator[Line]:
     if case.formula and hasattr(formulas_jax, case.formula):
         try:
             peer = jax.jit(getattr(formulas_jax, case.formula)).lower(*arrays).compile()
-            differ["jax_jit"] = sum(
-                differing(torch.from_dlpack(a), b) for a, b in zip(peer(*arrays), outputs, strict=True)
-            )
+            differ["jax_jit"] = count_differing(case, tuple(map(torch.from_dlpack, peer(*arrays))), outputs)
             candidates["jax_jit"] = partial(peer, *arrays), jax.block_until_ready
         except Exception:
             failed(f"{case.name}: peer jax_jit", failures)

@@ -3,11 +3,10 @@
 Tests that go through all ops take these calls for the ops that they have no case of their own for.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels.cases import Case
+from mxep.core_kernels.cases import REST_UNSPECIFIED, Case
 from mxep.core_kernels.combine import cases as combine
 from mxep.core_kernels.fold import cases as fold
 from mxep.core_kernels.grouped_gemm import cases as grouped_gemm
@@ -41,30 +40,6 @@ def sample_arrays(op: KernelOp) -> list[np.ndarray]:
     if op.name in REST_UNSPECIFIED:
         arrays[op.inputs.index("group_ends")][-1] = 32
     return arrays
-
-
-REST_UNSPECIFIED = {
-    "fold_groups", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold", "swiglu_bwd_fold",
-}  # fmt: skip
-"""Ops whose results are unspecified past the last end. So are the results of others with optional ends, where a call
-has them."""
-
-
-def specified(op: KernelOp, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, or parts of them: up to the last end, if they are unspecified past it."""
-    if op.name not in REST_UNSPECIFIED and not (op.optional_ends and len(inputs) == len(op.inputs)):
-        return list(outputs)
-    ends = inputs[op.inputs.index("group_ends")]
-    if op.optional_ends and not len(ends):
-        return list(outputs)
-    end = max(int(ends[-1]), 0) if len(ends) else 0
-
-    def cut(name: str, x: Any) -> Any:
-        if name.startswith("span_sf") or name.endswith("_span_sf"):
-            return x  # slots, whose last ones are zeros
-        return x[..., :end] if name.endswith("_t") or op.name == "fold_groups" else x[:end]
-
-    return [cut(name, x) for name, x in zip(op.outputs, outputs, strict=True)]
 
 
 def sample(op: KernelOp) -> tuple[list[ArrayType], dict[str, Any]]:

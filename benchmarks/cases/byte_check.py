@@ -22,6 +22,11 @@ def differing(a: Tensor, b: Tensor) -> int:
     return sum(int((x != y).sum()) for x, y in pairs)
 
 
+def count_differing(case: Case, got: Sequence[Tensor], want: Sequence[Tensor]) -> int:
+    """Number of values whose bits differ, of the values that the op specifies."""
+    return sum(differing(a, b) for a, b in zip(case.specified(got), case.specified(want), strict=True))
+
+
 def require_same(case: Case, reference: str, got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
     """Raise AssertionError unless all outputs have the shapes, dtypes and bits of the reference."""
     for i, (a, b) in enumerate(zip(got, want, strict=True)):

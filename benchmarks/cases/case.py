@@ -5,13 +5,13 @@ Case.part(case, outputs, at)     a slice of the inputs and outputs, small enough
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from mxep.core_kernels.cases import Layer, Timed
+from mxep.core_kernels.cases import Layer, Timed, specified
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.registry import OPS
@@ -62,6 +62,10 @@ class Case:
 
     def program(self, call: Call, *arrays: Any) -> tuple[Any, ...]:
         return self.compose(call, *arrays) if self.compose else call(*self.timed.ops, *arrays, **self.options)
+
+    def specified(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The parts of the outputs that the op specifies; of several ops all."""
+        return outputs if self.compose else specified(OPS[self.timed.ops[0]], self.inputs, outputs)
 
     def nbytes(self, outputs: Tensors) -> int:
         """The least bytes to read and to write."""

@@ -9,12 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels.cases import Arrays, Case
+from mxep.core_kernels.cases import Arrays, Case, specified
 from mxep.core_kernels.grouped_gemm.exact import oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle_sm90
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 
-from ..cases import specified
 from ..compare import gemm_bound, same_bytes, sqnr_db
 from .backends import KERNEL_OPS, offers
 from .definitions import DEFINITIONS

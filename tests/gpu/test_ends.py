@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from mxep.core_kernels.cases import specified
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
 
-from ..cases import specified
 from .cases import DEVICE, floats, same_bytes
 
 TOKENS = 1440

@@ -2,12 +2,11 @@
 
 import numpy as np
 import pytest
+from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
 from mxep.core_kernels.scale_layout import plan as scale_layout
-
-from ..cases import specified
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 32), (5, 96), (65, 544)])

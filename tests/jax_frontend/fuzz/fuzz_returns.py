@@ -33,6 +33,7 @@ from ...may_return import (
 
 SMALL, LARGE = ("1", "7"), str(2**31 - 1)
 SWAPPED = may("both dims are free", "dims swapped")
+ALL_ROWS = may("no ends: all rows", "None", "all dims = 0", "dim 0 = 0")
 PACKED = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 ANY_SUM = may("counts of fewer rows; more are dropped", "all 0", "all 1", "one 0", "one 1")
 SOME_COUNTS = may("traced alone: the sum of the counts is unknown", *(f"dim 0 {n}" for n in ("- 1", "= 1")))
@@ -162,6 +163,11 @@ OPS: Rows = (
     ),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
     ("ops.*_col_fold.group_ends", NO_ROWS, FEWER_GROUPS, MORE_GROUPS),
+    (
+        "ops.fold_rows.group_ends ops.permute_mx_fold.group_ends ops.quantize_blockwise.group_ends"
+        " ops.quantize_row*.group_ends ops.swiglu.group_ends ops.swiglu_bwd.group_ends ops.swiglu_row_fold.group_ends",
+        *(NO_ROWS, SHORT, FEWER_GROUPS, ALL_ROWS),
+    ),
     ("ops.swiglu_bwd_fold.group_ends", NO_ROWS, FEWER_GROUPS),
     ("ops.permute_mx.row_map ops.permute_mx_fold.row_map ops.permute_rows.row_map", ANY_MAP, any_size(0), EMPTY),
     ("ops.permute_mx_col_fold.row_map", ANY_MAP, more_blocks(0)),

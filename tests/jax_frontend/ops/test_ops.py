@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mxep.core_kernels.cases import specified
 from mxep.jax_frontend import capabilities, ops
 from mxep.jax_frontend.ops import call as calls
 
-from ...cases import sample, sample_arrays, specified
+from ...cases import sample, sample_arrays
 
 
 def floats(*shape: int, seed: int = 0) -> jax.Array:

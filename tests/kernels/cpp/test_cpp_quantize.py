@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mxep import cpp_bindings
 from mxep.core_kernels import oracle_math
+from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold.both import plan as both_fold
@@ -23,7 +24,6 @@ from mxep.core_kernels.quantize import plan as quantize
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
 from mxep.core_kernels.swiglu.folded.plan_bwd import swiglu_bwd_fold
 
-from ...cases import specified
 from ...compare import same_bytes
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

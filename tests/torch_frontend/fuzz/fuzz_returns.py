@@ -42,6 +42,7 @@ SWAPPED = may("both dims are free", "dims swapped")
 WHOLE = may("33 bytes a block", "dim 1 * 2", "dim 1 = 0")
 TWICE, PADDING = may("a row twice", "one 0", "one 1"), may("a row of padding", "one -1")
 ANY_MAP = may("padding alone, or a row many times", "all -1", "all 0", "all 1")
+ALL_ROWS = may("no ends: all rows", "None", "all dims = 0", "dim 0 = 0")
 LAST_ROW = may("its last row is in no group", "dim 0 - 1")
 
 PUBLIC: Rows = (
@@ -136,15 +137,13 @@ OPS: Rows = (
     ("ops.combine_bwd*.dy ops.combine_bwd*.rows", NUMBERS, FLOAT32),
     ("ops.combine.rows", NUMBERS, larger(0), any_size(1), SWAPPED, FLOAT32),
     ("ops.permute_rows.x", NUMBERS, larger(0), any_size(1), SWAPPED, FLOAT32, OTHER_BYTES),
-    (
-        "ops.quantize_blockwise.x ops.quantize_squares*.x",
-        *(NUMBERS, any_size(0), any_size(1), SWAPPED, EMPTY, ROWS_MORE, FLOAT32, META),
-    ),
+    ("ops.quantize_blockwise.x", NUMBERS, any_size(0), any_size(1), SWAPPED, EMPTY, ROWS_MORE, FLOAT32),
+    ("ops.quantize_squares*.x", NUMBERS, any_size(0), any_size(1), SWAPPED, EMPTY, ROWS_MORE, FLOAT32, META),
     ("ops.quantize_row.x", NUMBERS, any_size(0), blocks(1), SWAPPED, EMPTY, ROWS_MORE, FLOAT32, META),
     ("ops.quantize_row_packed.x", NUMBERS, any_size(0), blocks(1), SWAPPED, EMPTY, FLOAT32, META),
     (
         "ops.quantize_row_fold.x ops.quantize_rowwise.x",
-        *(NUMBERS, any_size(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32, META),
+        *(NUMBERS, any_size(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32),
     ),
     ("ops.quantize_both.x", NUMBERS, blocks(0), blocks(1), EMPTY, SWAPPED, ROWS_MORE, FLOAT32, META),
     ("ops.quantize_both_fold.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, FLOAT32),
@@ -181,6 +180,11 @@ OPS: Rows = (
         "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.*_col_fold.group_ends"
         " ops.grouped_wgrad_mx.group_ends",
         *(NO_ROWS, FEWER_GROUPS, MORE_GROUPS),
+    ),
+    (
+        "ops.fold_rows.group_ends ops.permute_mx_fold.group_ends ops.quantize_blockwise.group_ends"
+        " ops.quantize_row*.group_ends ops.swiglu.group_ends ops.swiglu_bwd.group_ends ops.swiglu_row_fold.group_ends",
+        *(NO_ROWS, SHORT, FEWER_GROUPS, ALL_ROWS),
     ),
     ("ops.swiglu_bwd_fold.group_ends", NO_ROWS, FEWER_GROUPS),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),

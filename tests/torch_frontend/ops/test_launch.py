@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from mxep import cpp_bindings
+from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold.both import plan as plan_both
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.torch_frontend import capabilities, force_implementation, ops
@@ -14,7 +15,6 @@ from mxep.torch_frontend.ops import device
 from mxep.torch_frontend.ops import launch as launches
 from torch import Tensor
 
-from ...cases import specified
 from ..inputs import ints, rows
 
 
