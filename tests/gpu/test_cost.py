@@ -8,7 +8,7 @@ import torch
 from mxep.torch_frontend import ops
 
 from benchmarks.clocks import device_timing
-from benchmarks.figures.bars import AT_MOST_US
+from benchmarks.figures.bars import host_limit
 
 from .cases import CASES, to_numpy
 
@@ -60,7 +60,7 @@ def host_us() -> dict[str, float]:
 @pytest.mark.parametrize("name", CASES)
 def test_host_time(name: str, host_us: dict[str, float], record_property) -> None:
     us = host_us[name]
-    margin = AT_MOST_US["host_overhead"] - us
+    margin = host_limit(CASES[name].op) - us
     record_property("host_us", us)
     print(f"{name}: {us:.1f} us, {margin:.1f} us below the limit")
     assert margin > 0, f"{name}: {us:.1f} us of host time, {-margin:.1f} us over the limit"
