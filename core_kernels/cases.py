@@ -7,7 +7,7 @@ CONFORMANCE   name -> Case     fixed values, compared with the oracle on every b
 TIMED         of Timed         sizes of benchmarks, which draw 10^9 values on the device
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +15,6 @@ import ml_dtypes
 import numpy as np
 
 from .formats import BLOCK, Rounding
-from .launch import KernelOp
 
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
 Array = np.ndarray
@@ -53,30 +52,6 @@ class Case:
 def fixed(op: str, *arrays: Array, **options: Any) -> Case:
     """A case of these arrays."""
     return Case(op, lambda rng, m: arrays, options)
-
-
-REST_UNSPECIFIED = {
-    "fold_groups", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold", "swiglu_bwd_fold",
-}  # fmt: skip
-"""Ops whose results are unspecified past the last end. So are the results of others with optional ends, where a call
-has them."""
-
-
-def specified(op: KernelOp, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, or parts of them: up to the last end, if they are unspecified past it."""
-    if op.name not in REST_UNSPECIFIED and not (op.optional_ends and len(inputs) == len(op.inputs)):
-        return list(outputs)
-    ends = inputs[op.inputs.index("group_ends")]
-    if op.optional_ends and not len(ends):
-        return list(outputs)
-    end = max(int(ends[-1]), 0) if len(ends) else 0
-
-    def cut(name: str, x: Any) -> Any:
-        if name.startswith("span_sf") or name.endswith("_span_sf"):
-            return x  # slots, whose last ones are zeros
-        return x[..., :end] if name.endswith("_t") or op.name == "fold_groups" else x[:end]
-
-    return [cut(name, x) for name, x in zip(op.outputs, outputs, strict=True)]
 
 
 def seeded(name: str) -> Rng:

@@ -104,6 +104,7 @@ class KernelOp:
         outputs, constexprs. It is imported when it is first launched.
     optional_ends: whether `group_ends`, the last input, may be left out: then the op works on all rows. With it the
         results of rows past the last end are unspecified.
+    rest_unspecified: whether they are in every call.
     compose: for an op without a Triton kernel: `compose(call, *arrays, **options)` runs other ops in its place, each
         through `call(op, *arrays, **options)` of a frontend.
     """
@@ -117,6 +118,7 @@ class KernelOp:
     kernel: str = ""
     compose: Callable[..., tuple[Any, ...]] | None = None
     optional_ends: bool = False
+    rest_unspecified: bool = False
 
     def signature(self, *inputs: ArrayType, **options: Any) -> Signature:
         """`check`, cached; raises TypeError for another number of arrays too."""
@@ -150,6 +152,20 @@ class KernelOp:
     def complete(self, inputs: tuple[Any, ...], no_ends: Any) -> tuple[Any, ...]:
         """The inputs, with `no_ends` for optional `group_ends` that are left out."""
         return (*inputs, no_ends) if self.optional_ends and len(inputs) == len(self.inputs) - 1 else inputs
+
+    def specified(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+        """The outputs of a call, or their parts up to the last end if they are unspecified past it. Reads the end."""
+        given = self.optional_ends and len(inputs) == len(self.inputs) and len(inputs[-1])
+        if not (self.rest_unspecified or given):
+            return list(outputs)
+        end = max(int(inputs[-1][-1]), 0) if len(inputs[-1]) else 0
+
+        def cut(name: str, x: Any) -> Any:
+            if name.endswith("span_sf"):
+                return x  # slots, whose last ones are zeros
+            return x[..., :end] if name.endswith("_t") or self.name == "fold_groups" else x[:end]
+
+        return [cut(name, x) for name, x in zip(self.outputs, outputs, strict=True)]
 
     @property
     def options(self) -> dict[str, inspect.Parameter]:

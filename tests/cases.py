@@ -6,7 +6,7 @@ Tests that go through all ops take these calls for the ops that they have no cas
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels.cases import REST_UNSPECIFIED, Case
+from mxep.core_kernels.cases import Case
 from mxep.core_kernels.combine import cases as combine
 from mxep.core_kernels.fold import cases as fold
 from mxep.core_kernels.grouped_gemm import cases as grouped_gemm
@@ -37,7 +37,7 @@ def sample_arrays(op: KernelOp) -> list[np.ndarray]:
         return x if x.dtype == np.int32 else np.where(np.isfinite(x), x, np.zeros((), x.dtype))
 
     arrays = list(map(numbers, op.complete(FIRST[op.name].arrays(0, 32), np.zeros(0, np.int32))))
-    if op.name in REST_UNSPECIFIED:
+    if op.rest_unspecified:
         arrays[op.inputs.index("group_ends")][-1] = 32
     return arrays
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mxep.core_kernels.cases import Layer, Timed, specified
+from mxep.core_kernels.cases import Layer, Timed
 from mxep.core_kernels.formats import BLOCK, SPAN, spans
 from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.registry import OPS
@@ -65,7 +65,7 @@ class Case:
 
     def specified(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """The parts of the outputs that the op specifies; of several ops all."""
-        return outputs if self.compose else specified(OPS[self.timed.ops[0]], self.inputs, outputs)
+        return outputs if self.compose else OPS[self.timed.ops[0]].specified(self.inputs, outputs)
 
     def nbytes(self, outputs: Tensors) -> int:
         """The least bytes to read and to write."""

@@ -174,4 +174,5 @@ fold_groups = KernelOp(
     _check_fold_groups,
     _tile_fold_groups,
     "fold.kernel:fold_groups_kernel",
+    rest_unspecified=True,
 )

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from mxep.core_kernels.cases import Arrays, Case, specified
+from mxep.core_kernels.cases import Arrays, Case
 from mxep.core_kernels.grouped_gemm.exact import oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle_sm90
 from mxep.core_kernels.swiglu import oracle as swiglu_oracle
@@ -94,7 +94,7 @@ def with_rest(case: Case, arrays: Arrays, got: Sequence[Array], want: Arrays) ->
     """got, with the values of `want` where the op leaves them unspecified: past the last end."""
     assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
     op, filled = KERNEL_OPS[case.op], [np.array(w) for w in want]
-    for part, found in zip(specified(op, arrays, filled), specified(op, arrays, got), strict=True):
+    for part, found in zip(op.specified(arrays, filled), op.specified(arrays, got), strict=True):
         part[...] = found
     return filled
 
@@ -102,7 +102,7 @@ def with_rest(case: Case, arrays: Arrays, got: Sequence[Array], want: Arrays) ->
 def same_specified(name: str, arrays: Sequence[Array], got: Sequence[Array], want: Sequence[Array]) -> None:
     """Assert the same shapes, and the same bytes where the op specifies them."""
     assert [x.shape for x in got] == [x.shape for x in want]
-    same_bytes(*(specified(KERNEL_OPS[name], arrays, x) for x in (got, want)))
+    same_bytes(*(KERNEL_OPS[name].specified(arrays, x) for x in (got, want)))
 
 
 def dprob_bound(backend: str, case: Case, got: Array, arrays: Arrays) -> None:

@@ -54,7 +54,7 @@ class Case(shared.Case):
 
     def specified(self, inputs: Tensors, outputs: Any) -> list[Any]:
         """The parts of the outputs that the op specifies."""
-        return shared.specified(torch_ops.OPS[self.op], inputs, outputs)
+        return torch_ops.OPS[self.op].specified(inputs, outputs)
 
     def inputs(self, seed: int = 0, m: int = 96) -> Tensors:
         return tuple(to_torch(x).to(DEVICE) for x in self.arrays(seed, m))

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from mxep.core_kernels.cases import specified
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend import force_implementation, ops
 from torch import Tensor
@@ -131,7 +130,7 @@ def test_fold_groups(name: str) -> None:
 def upto(name: str, ends: list[int], outputs: Sequence[Tensor]) -> list[Tensor]:
     """The outputs up to the last block of the last group."""
     op = OPS[name]
-    return specified(op, [ints([ends[-1] // 32 * 32])] * len(op.inputs), outputs)
+    return op.specified([ints([ends[-1] // 32 * 32])] * len(op.inputs), outputs)
 
 
 def broken_scales_are_nan(span_sf: Tensor, ends: list[int], broken: list[int]) -> None:

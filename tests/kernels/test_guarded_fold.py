@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.scale_layout import oracle as scale_layout_oracle
@@ -23,7 +22,7 @@ def test_fold_groups(guarded_op, ends):
     q, sf = rng.integers(0, 256, (7, 608), np.uint8), rng.integers(110, 140, (7, 19), np.uint8)
     got, want = guarded_op(fold.fold_groups, q, sf, group_ends), fold_oracle.fold_groups(q, sf, group_ends)
     arrays = q, sf, group_ends
-    for g, w in zip(*(specified(fold.fold_groups, arrays, found) for found in (got, want)), strict=True):
+    for g, w in zip(*(fold.fold_groups.specified(arrays, found) for found in (got, want)), strict=True):
         np.testing.assert_array_equal(g, w)
 
 

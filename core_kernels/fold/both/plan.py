@@ -120,4 +120,5 @@ quantize_both_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
+    rest_unspecified=True,
 )

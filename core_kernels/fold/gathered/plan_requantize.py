@@ -89,4 +89,5 @@ requantize_col_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
+    rest_unspecified=True,
 )

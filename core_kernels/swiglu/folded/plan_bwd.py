@@ -139,4 +139,5 @@ swiglu_bwd_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
+    rest_unspecified=True,
 )

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mxep.core_kernels.cases import specified
 from mxep.jax_frontend import capabilities, ops
 from mxep.jax_frontend.ops import call as calls
 
@@ -94,7 +93,7 @@ def test_a_composed_fold_has_the_bytes_of_its_kernel(name: str, ends: list[int],
     arrays = (x, group_ends) if name == "quantize_both_fold" else (x, x, x, jnp.ones(672), group_ends)
     composed = jax.jit(partial(op.compose, calls.call, **options))(*arrays)
     outputs = composed, jax.jit(partial(calls.call, op, **options))(*arrays)
-    for got, want in zip(*(specified(op, arrays, found) for found in outputs), strict=True):
+    for got, want in zip(*(op.specified(arrays, found) for found in outputs), strict=True):
         np.testing.assert_array_equal(got, want)
 
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mxep import cpp_bindings
 from mxep.core_kernels import oracle_math
-from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold import oracle as fold_oracle
 from mxep.core_kernels.fold import plan as fold
 from mxep.core_kernels.fold.both import plan as both_fold
@@ -186,7 +185,7 @@ def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
     x, group_ends = np.random.default_rng(4).standard_t(1, (608, 160)).astype(dtype), np.int32(ends)
     got = cpp_op(both_fold.quantize_both_fold, x, group_ends)
     want = fold_oracle.quantize_both_fold(x, group_ends)
-    same_bytes(*(specified(both_fold.quantize_both_fold, (x, group_ends), found) for found in (got, want)))
+    same_bytes(*(both_fold.quantize_both_fold.specified((x, group_ends), found) for found in (got, want)))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
@@ -220,4 +219,4 @@ def test_every_operand_of_swiglus_gradient_between_guards(cpp_op, ends):
     rng, prob = np.random.default_rng(4), np.zeros(0, np.float32)
     arrays = *(rng.standard_t(1, (608, 160)).astype(BF16) for _ in range(3)), prob, np.int32(ends)
     outputs = cpp_op(swiglu_bwd_fold, *arrays), swiglu_oracle.swiglu_bwd_fold(*arrays)
-    same_bytes(*(specified(swiglu_bwd_fold, arrays, found) for found in outputs))
+    same_bytes(*(swiglu_bwd_fold.specified(arrays, found) for found in outputs))

@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 from mxep import cpp_bindings
-from mxep.core_kernels.cases import specified
 from mxep.core_kernels.fold.both import plan as plan_both
 from mxep.core_kernels.quantize import plan as quantize
 from mxep.torch_frontend import capabilities, force_implementation, ops
@@ -116,7 +115,7 @@ def test_a_composed_fold_has_the_bytes_of_its_kernel(name: str, ends: tuple[int,
     for options in ({}, {"rounding": 1, "satfinite": True}):
         composed = op.compose(calls.call, *arrays, **options)
         want = getattr(ops, name)(*arrays, **options)
-        for one, other in zip(*(specified(op, arrays, found) for found in (composed, want)), strict=True):
+        for one, other in zip(*(op.specified(arrays, found) for found in (composed, want)), strict=True):
             assert torch.equal(one, other)
 
 
