@@ -53,7 +53,7 @@ def size_of(shape: Shape) -> str:
 
 NAMES = (*KINDS, *RECIPES, *TRANSPORTS,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
-ROUNDS = 8
+ROUNDS = 10
 SLACK = 1.25
 """Capacity of peer memory, relative to the rows of balanced ranks; with another routing it is all rows."""
 TIMEOUT = timedelta(seconds=90)
