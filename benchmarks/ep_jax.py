@@ -118,7 +118,7 @@ class _Inputs:
             timed: dict[str, device_timing.Program] = {
                 name: (partial(program, *arguments), jax.block_until_ready) for name, program in programs.items()
             }
-            samples = device_timing.batches(timed, calls=4)
+            samples = device_timing.batches(timed, calls=2, samples=10)
             ours, theirs = samples[recipe], samples[PEER]
             peaks = [_peak_nbytes(programs[name]) for name in (recipe, PEER)] if op.endswith("bwd") else [None, None]
             yield Line(

@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[1]
 # Of a folder: sources of the CPU, cases and definitions, which no GPU runs.
 NOT_TIMED = ("cpu.cc", "cpu.h", "cpu_*.cc", "cases.py", "oracle.py", "oracle_*.py")
 Log = Callable[[str, Sequence[str]], list[str] | None]
-"""The commits after a commit that change a path, newest first; None if the commit is not in the history."""
+"""The commits after a commit that changed a path, newest first; none if they changed it back; None if the commit is not
+in the history."""
 
 
 def sources(headline: Headline) -> list[str]:
@@ -30,12 +31,14 @@ def sources(headline: Headline) -> list[str]:
 
 
 def changes(commit: str, paths: Sequence[str], root: Path = ROOT) -> list[str] | None:
-    """`Log`, of the git repository at `root`."""
+    """`Log` of the git repository at `root`."""
     known = subprocess.run(
         ["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=root, capture_output=True, check=False
     )
     if known.returncode:
         return None
+    if not subprocess.run(["git", "diff", "--quiet", commit, "HEAD", "--", *paths], cwd=root, check=False).returncode:
+        return []
     log = subprocess.run(
         ["git", "log", "--format=%h %s", f"{commit}..HEAD", "--", *paths],
         cwd=root, capture_output=True, text=True, check=True,

@@ -104,7 +104,6 @@ class KernelOp:
         outputs, constexprs. It is imported when it is first launched.
     optional_ends: whether `group_ends`, the last input, may be left out: then the op works on all rows. With it the
         results of rows past the last end are unspecified.
-    rest_unspecified: whether they are in every call.
     compose: for an op without a Triton kernel: `compose(call, *arrays, **options)` runs other ops in its place, each
         through `call(op, *arrays, **options)` of a frontend.
     """
@@ -118,7 +117,6 @@ class KernelOp:
     kernel: str = ""
     compose: Callable[..., tuple[Any, ...]] | None = None
     optional_ends: bool = False
-    rest_unspecified: bool = False
 
     def signature(self, *inputs: ArrayType, **options: Any) -> Signature:
         """`check`, cached; raises TypeError for another number of arrays too."""
@@ -152,6 +150,11 @@ class KernelOp:
     def complete(self, inputs: tuple[Any, ...], no_ends: Any) -> tuple[Any, ...]:
         """The inputs, with `no_ends` for optional `group_ends` that are left out."""
         return (*inputs, no_ends) if self.optional_ends and len(inputs) == len(self.inputs) - 1 else inputs
+
+    @property
+    def rest_unspecified(self) -> bool:
+        """Whether results are unspecified past the last end in every call: of an op that folds spans of groups."""
+        return any(name.endswith("span_sf") for name in self.outputs)
 
     def specified(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """The outputs of a call, or their parts up to the last end if they are unspecified past it. Reads the end."""

@@ -174,5 +174,4 @@ fold_groups = KernelOp(
     _check_fold_groups,
     _tile_fold_groups,
     "fold.kernel:fold_groups_kernel",
-    rest_unspecified=True,
 )

@@ -120,5 +120,4 @@ quantize_both_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
-    rest_unspecified=True,
 )

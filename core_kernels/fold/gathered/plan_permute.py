@@ -147,5 +147,4 @@ permute_mx_col_fold = KernelOp(
     _check_columns,
     _tile_columns,
     compose=_compose,
-    rest_unspecified=True,
 )

@@ -89,5 +89,4 @@ requantize_col_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
-    rest_unspecified=True,
 )

@@ -139,5 +139,4 @@ swiglu_bwd_fold = KernelOp(
     _check,
     _tile,
     compose=_compose,
-    rest_unspecified=True,
 )
