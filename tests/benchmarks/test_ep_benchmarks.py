@@ -117,7 +117,7 @@ def test_the_layer_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep_jax, "HOWS", {"jit": ep_jax.HOWS["jit"]})
     monkeypatch.setattr(ep_jax, "STEPS", {"ep_layer_fwd_bwd": ep_jax.STEPS["ep_layer_fwd_bwd"]})
     batches = device_timing.batches
-    monkeypatch.setattr(device_timing, "batches", lambda programs, calls: batches(programs, 1, samples=1))
+    monkeypatch.setattr(device_timing, "batches", lambda programs, calls, samples: batches(programs, 1, samples=1))
     found = list(ep_jax.lines([], "balanced"))
     assert [(line.op, line.case["ranks"], line.error["grade"]) for line in found] == [
         ("ep_layer_fwd_bwd", 2, "sqnr_db")
