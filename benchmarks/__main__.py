@@ -1,4 +1,4 @@
-"""`python -m benchmarks [gpu | ep | ep_jax] [--only NAME,...]`: measure, print, record.
+"""`python -m benchmarks [gpu | models | ep | ep_jax] [--only NAME,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -17,8 +17,9 @@ from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = ("gpu", "ep", "ep_jax")
+SECTIONS = ("gpu", "models", "ep", "ep_jax")
 RANKS = ("ep", "ep_jax")
+ONE_GPU = ("gpu", "models")
 
 
 def _commit(text: str) -> str:
@@ -65,7 +66,7 @@ def main() -> None:
         type=_names,
         default=[],
         metavar="NAME,NAME",
-        help="only these ops or families; a wrong name lists all",
+        help="only these ops, families or models; a wrong name lists all",
     )
     parser.add_argument(
         "--shape",
@@ -83,7 +84,7 @@ def main() -> None:
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"section: got {', '.join(sorted(unknown))}; allowed: {', '.join(SECTIONS)}")
 
-    if args.shape and (fixed := set(args.sections) & set(RANKS)):
+    if args.shape and (fixed := set(args.sections) - {"gpu"}):
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: gpu")
 
     options = {name: value for name, value in (("routing", args.routing), ("trace", args.trace)) if value is not None}
@@ -102,9 +103,9 @@ def main() -> None:
     if args.only and (wrong := unknown_names(args.only, sections)):
         parser.error(f"--only: {wrong}")
     for section in sections:
-        if section == "gpu" and gpu is None:
+        if section in ONE_GPU and gpu is None:
             parser.error(f"section: got {section}; allowed: {', '.join(RANKS)}, this machine has no GPU")
-        if section == "gpu":  # one GPU: of several, JAX makes another one current than torch's
+        if section in ONE_GPU:  # one GPU: of several, JAX makes another one current than torch's
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
         hardware = f"{_ranks(section)}x {gpu}" if gpu else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())

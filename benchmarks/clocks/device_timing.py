@@ -127,11 +127,17 @@ def in_a_row(steps: Mapping[str, Step], rounds: int = 4, groups: int = 5) -> dic
     for round_ in range(rounds):
         for name, step in alternating(steps, round_):
             times[name].append(_groups(*step, groups))
+    return summarize_pairs(times)
+
+
+def summarize_pairs(rounds: Mapping[str, list[list[float]]]) -> dict[str, Sample]:
+    """Seconds of the groups of each round -> samples, each of a group and the same group of the next round; the number
+    of rounds is even."""
     there_and_back = {
         name: [
             t for pair in zip(found[::2], found[1::2], strict=True) for both in zip(*pair, strict=True) for t in both
         ]
-        for name, found in times.items()
+        for name, found in rounds.items()
     }
     return _there_and_back(there_and_back)
 

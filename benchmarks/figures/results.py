@@ -19,7 +19,8 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "stages_us")
+OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "stages_us", "parts_us",
+            "peer_parts_us", "experts_ratio", "ceiling", "largest_group")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Line:
     joules: float | None = None  # of a step of back-to-back steps; None without NVML's energy counter
     peer_joules: float | None = None
     stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone; exposed communication
+    parts_us: Mapping[str, float] | None = None  # of an optimizer step of a model: its kernels by part, and idle
+    peer_parts_us: Mapping[str, float] | None = None
+    experts_ratio: float | None = None  # of a model: the peer's time of the experts alone, divided by ours
+    ceiling: float | None = None  # the ratio that the peer's parts and experts_ratio allow
+    largest_group: float | None = None  # rows of the largest group of the first layer, relative to the mean
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,185 @@
+"""A training step of a model of transformers, the same for every implementation of its experts.
+
+    ids (S, L + 1) --embedding, layers, norm--> hidden (S, L, D) --one sequence at a time: head, loss, backward-->
+        gradient of hidden --backward of the layers--> gradients, added up over the micro-batches
+    gradients --clipping--> fused AdamW, its moments in bf16 as the weights
+
+All candidates share one model, its gradients and its optimizer, so each has the memory of the whole device. The layers
+are compiled one by one, with each implementation; head and loss are one compiled function. The logits of a micro-batch
+at once, in fp32 with their gradient, would take up to 26 GiB.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from .sizes import Model
+from .text import text_of_library, token_ids
+
+Phase = Callable[[str], AbstractContextManager[object]]
+"""A context for a part of a step: "layers", "head and loss", "clipping", "optimizer"."""
+WEIGHT_STD = 0.02
+MAX_NORM = 1.0
+BYTES_PER_WEIGHT = 8  # weight, gradient and two moments in bf16
+
+
+class Batches(NamedTuple):
+    """Sequences of a micro-batch, their length, micro-batches of a step, and steps until the tokens repeat."""
+
+    sequences: int
+    length: int
+    micro_batches: int
+    steps: int
+
+    @property
+    def tokens(self) -> int:
+        """Of an optimizer step."""
+        return self.sequences * self.length * self.micro_batches
+
+
+BATCHES = Batches(sequences=4, length=4096, micro_batches=4, steps=4)
+
+
+def head_and_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
+    """hidden (L, D), weight (V, D), labels (L,) -> the sum of the losses times `scale`, in fp32."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum") * scale
+
+
+@torch.no_grad()
+def draw(model: nn.Module, seed: int = 0) -> None:
+    """Normal weights, ones for norms and zeros for biases, in place; the same for the same seed."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "bias" in name:
+            parameter.zero_()
+        elif parameter.dim() > 1 or name.endswith("sinks"):
+            parameter.normal_(std=WEIGHT_STD, generator=generator)
+        else:
+            parameter.fill_(1)
+
+
+class Training:
+    """A model of so many layers on a device, its optimizer and its tokens."""
+
+    def __init__(self, model: Model, layers: int, batches: Batches, device: str, lr: float) -> None:
+        self.config, self.batches, self.device = model.config(layers), batches, device
+        with torch.device(device):
+            self.model: Any = AutoModelForCausalLM.from_config(
+                self.config, dtype=torch.bfloat16, attn_implementation=model.attention
+            )
+        self.model.to(torch.bfloat16).train()  # transformers leaves some norms in fp32
+        draw(self.model)
+        for layer in self.model.model.layers:
+            layer.compile(dynamic=False)
+        self.loss = torch.compile(head_and_loss, dynamic=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
+        needed = batches.steps * batches.micro_batches * batches.sequences * (batches.length + 1)
+        ids = token_ids(text_of_library(needed), self.config.vocab_size)
+        shape = batches.steps, batches.micro_batches, batches.sequences, batches.length + 1
+        self.ids = torch.from_numpy(ids.reshape(shape)).to(device)
+        self.masks = self._masks()
+        self.steps = 0
+
+    def _masks(self) -> Any:
+        """Of layers with sinks, made once: transformers would make the block masks of every micro-batch again."""
+        if self.config.model_type != "gpt_oss":
+            return None
+        sizes = self.batches.sequences, self.batches.length, self.config.hidden_size
+        like = torch.empty(sizes, dtype=torch.bfloat16, device=self.device)
+        arguments: dict[str, Any] = {"inputs_embeds": like, "attention_mask": None, "past_key_values": None}
+        return {
+            "full_attention": create_causal_mask(self.model.config, **arguments),
+            "sliding_attention": create_sliding_window_causal_mask(self.model.config, **arguments),
+        }
+
+    def use(self, implementation: str) -> None:
+        """Select the implementation of the experts."""
+        self.model.set_experts_implementation(implementation)
+
+    def restart(self, lr: float) -> None:
+        """The first weights again, an empty optimizer, the first tokens."""
+        draw(self.model)
+        self.optimizer.state.clear()
+        self.optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.steps = 0
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids (S, L) -> (S, L, D), after the last norm."""
+        return self.model.model(input_ids=ids, attention_mask=self.masks, use_cache=False).last_hidden_state
+
+    def micro_batch(self, ids: Tensor, phase: Phase) -> Tensor:
+        """Forward and backward of ids (S, L + 1): its part of the mean loss of a step. Adds to the gradients."""
+        inputs, labels = ids[:, :-1], ids[:, 1:]
+        with phase("layers"):
+            hidden = self.hidden(inputs)
+        with phase("head and loss"):
+            parts, losses = [rows.requires_grad_() for rows in hidden.detach().unbind()], []
+            for rows, targets in zip(parts, labels, strict=True):
+                loss = self.loss(rows, self.model.lm_head.weight, targets, 1 / self.batches.tokens)
+                loss.backward()
+                losses.append(loss.detach())
+            gradient = torch.stack([rows.grad for rows in parts if rows.grad is not None])
+        del parts
+        with phase("layers"):
+            hidden.backward(gradient)
+        return torch.stack(losses).sum()
+
+    def accumulate(self, phase: Phase = nullcontext, micro_batches: int | None = None) -> Tensor:
+        """The loss of a step; the gradients of its micro-batches are added up."""
+        ids = self.ids[self.steps % self.batches.steps][:micro_batches]
+        return torch.stack([self.micro_batch(of_one, phase) for of_one in ids]).sum()
+
+    def update(self, phase: Phase = nullcontext) -> None:
+        """Clip the gradients, change the weights and drop the gradients."""
+        with phase("clipping"):
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        with phase("optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.steps += 1
+
+    def step(self) -> Tensor:
+        """An optimizer step; its loss."""
+        loss = self.accumulate()
+        self.update()
+        return loss
+
+
+class ExpertsInput(NamedTuple):
+    """What the experts of the first layer get: x (T, D), indices and weights (T, K); rows: of each expert."""
+
+    x: Tensor
+    indices: Tensor
+    weights: Tensor
+    rows: Tensor
+
+    @property
+    def imbalance(self) -> float:
+        """The rows of the largest group, relative to the mean of all."""
+        return round(float(self.rows.max() / self.rows.float().mean()), 2)
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def experts_input(training: Training) -> tuple[nn.Module, ExpertsInput]:
+    """The experts of the first layer and their input, of the first micro-batch."""
+    module, seen = training.model.model.layers[0].mlp.experts, []
+    hook = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
+    with _uncompiled(), torch.no_grad():
+        training.hidden(training.ids[0, 0, :, :-1])
+    hook.remove()
+    x, indices, weights = seen[0]
+    rows = torch.bincount(indices.flatten(), minlength=module.num_experts)
+    return module, ExpertsInput(x.detach(), indices, weights.detach(), rows)

@@ -1,0 +1,222 @@
+"""`python -m benchmarks models`: whole training steps of models of transformers on one GPU, in tokens per second.
+
+    one layer    --gradients against grouped_mm; experts alone, forward and backward; memory--> layers that fit
+    these layers --losses of the first steps against grouped_mm--> back-to-back optimizer steps, candidates alternating
+                 '-torch.profiler, in steps that are not timed--> the parts of a step --> the ceiling
+
+    mxfp8         experts of mxep, registered in transformers
+    recipe_bf16   the same without quantization
+    grouped_mm    transformers' own, on torch._grouped_mm
+
+The layers of every candidate are compiled. The faster of the last two is the peer, `best_bf16`. A candidate that fails
+is printed; the run measures the others and then ends with an error. `--only NAME` measures one model, within
+ten minutes.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from mxep.torch_frontend.integrations.transformers import register_experts
+from torch import Tensor, nn
+
+from .cases.error_check import Error
+from .cases.models import check, fit, parts
+from .cases.models.sizes import MODELS, Model, experts_of
+from .cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input
+from .clocks import device_timing, energy
+from .clocks.timing import Sample
+from .clocks.training_steps import Steps, training_steps
+from .figures.failures import failed, guarded
+from .figures.results import Line
+
+NAMES = tuple(MODELS)
+REFERENCE = "grouped_mm"
+CANDIDATES = {"mxfp8": "mxfp8", "recipe_bf16": "bf16", REFERENCE: REFERENCE}
+"""Name -> transformers' name of the implementation. The reference is measured first where the order matters."""
+BF16 = ("recipe_bf16", REFERENCE)
+TIMED_LR = 1e-6  # the first weights' routing does not change
+# A layer is compiled for every implementation, GPT-OSS's two kinds of layers too.
+COMPILED = {"recompile_limit": 32, "fail_on_recompile_limit_hit": True}
+
+
+class OneLayer(NamedTuple):
+    """What a model of one layer tells. errors: of the candidates that may go on; experts: times of the experts alone,
+    forward and backward; layers: that fit, of all candidates."""
+
+    errors: Mapping[str, Error]
+    experts: Mapping[str, Sample]
+    given: ExpertsInput
+    layers: int
+
+
+def _experts_step(module: nn.Module, given: ExpertsInput, training: Training, implementation: str) -> Callable[[], Any]:
+    """Forward and backward of the experts of a layer, compiled as in the layer."""
+    x, weights = (t.clone().requires_grad_() for t in (given.x, given.weights))
+    leaves = [x, weights, *module.parameters()]
+    training.use(implementation)
+    experts: Any = torch.compile(lambda *arguments: module(*arguments), dynamic=False)
+    dy = torch.randn_like(x)
+
+    def step() -> tuple[Tensor, ...]:
+        training.use(implementation)
+        return torch.autograd.grad(experts(x, given.indices, weights), leaves, dy)
+
+    return step
+
+
+def one_layer(model: Model, batches: Batches, device: str, failures: list[str]) -> OneLayer:
+    """Check the gradients, time the experts, and find the number of layers; two of them without a GPU."""
+    training = Training(model, 1, batches, device, check.CHECKED_LR)
+    module, given = experts_input(training)
+    want = check.gradients(training, REFERENCE)
+    errors: dict[str, Error] = {REFERENCE: {"grade": "reference", "sqnr_db": 0.0}}
+    for name in (of for of in CANDIDATES if of != REFERENCE):
+        try:
+            got = check.gradients(training, CANDIDATES[name])
+            errors[name] = check.gradients_error(name, got, want, given)
+            del got
+        except Exception:
+            failed(f"{model.kind}: gradients of {name}", failures)
+    del want
+    end, memory = device_timing.torch_end(device), []
+    for name in errors if device == "cuda" else ():
+        training.use(CANDIDATES[name])
+        memory.append(fit.micro_batch_memory(training))
+    training.optimizer.zero_grad()
+    steps = {name: (_experts_step(module, given, training, CANDIDATES[name]), end) for name in errors}
+    experts = device_timing.in_a_row(steps)
+    if not memory:
+        return OneLayer(errors, experts, given, layers=2)
+    most = fit.Memory(max(m.saved for m in memory), max(m.peak for m in memory))
+    total, (weights, of_layer) = torch.cuda.get_device_properties(0).total_memory, fit.weights_of(training)
+    layers = fit.layers_that_fit(total, weights, of_layer, most, model.layers)
+    state, state_of_layer = fit.BYTES_PER_WEIGHT * weights, fit.BYTES_PER_WEIGHT * of_layer
+    sizes = {"state of one layer and the vocabulary": state, "state of a layer": state_of_layer,
+             "its activations": most.saved, "peak of a micro-batch of one layer": most.peak}  # fmt: skip
+    print(f"{model.kind}: {layers} of {model.layers} layers fit into {fit.SHARE:.0%} of {total / 2**30:.1f} GiB;",
+          ", ".join(f"{what} {size / 2**30:.1f}" for what, size in sizes.items()), flush=True)  # fmt: skip
+    return OneLayer(errors, experts, given, layers)
+
+
+def _run(training: Training, implementation: str) -> Tensor:
+    training.use(implementation)
+    return training.step()
+
+
+def _flops(training: Training, model: Model) -> int:
+    """Of an optimizer step: 6 per token and weight of a product; of the experts' weights the chosen ones. Without the
+    products of queries, keys and values."""
+    config, weights = training.config, 0
+    for name, parameter in training.model.named_parameters():
+        if ".experts." in name and "bias" not in name:
+            weights += parameter.numel() * config.num_experts_per_tok // experts_of(config)
+        elif parameter.dim() == 2 and "embed_tokens" not in name and "bias" not in name:
+            weights += parameter.numel()
+    return 6 * weights * training.batches.tokens
+
+
+def _collect(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _case(name: str, model: Model, training: Training) -> dict[str, object]:
+    batches = training.batches
+    return {
+        "model": name, "gpus": 1, "layers": training.config.num_hidden_layers, "of_layers": model.layers,
+        "experts": experts_of(training.config), "of_experts": model.experts, "sequences": batches.sequences,
+        "length": batches.length, "micro_batches": batches.micro_batches, "moments": "bf16",
+        "attention": model.attention,
+    }  # fmt: skip
+
+
+def _print_parts(name: str, candidate: str, parts_us: Mapping[str, float], us: float, tokens: int) -> None:
+    shares = ", ".join(f"{part} {of_part / us:.1%}" for part, of_part in parts_us.items() if of_part)
+    print(f"{name}, {candidate}: {tokens / us * 1e6:,.0f} tokens/s; {shares}", flush=True)
+
+
+def _with_idle(parts_us: Mapping[str, float], us: float) -> dict[str, float]:
+    """idle: the rest of the timed step."""
+    return {**parts_us, "idle": round(max(float(us) - sum(parts_us.values()), 0.0), 1)}
+
+
+def model_lines(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> Iterator[Line]:
+    """The line of every candidate but the best bf16 against that."""
+    one = one_layer(model, batches, device, failures)
+    _collect(device)
+    training = Training(model, one.layers, batches, device, TIMED_LR)
+    want, errors = check.losses(training, REFERENCE), {REFERENCE: dict(one.errors[REFERENCE])}
+    for candidate in (of for of in one.errors if of != REFERENCE):
+        try:
+            difference = check.losses_error(candidate, check.losses(training, CANDIDATES[candidate]), want)
+            errors[candidate] = {**one.errors[candidate], "loss": difference}
+        except Exception:
+            failed(f"{name}: losses of {candidate}", failures)
+    print(f"{name}: losses of the first steps {[round(loss, 4) for loss in want]};",
+          f"the largest group of the first layer has {one.given.imbalance} times the mean", flush=True)  # fmt: skip
+    training.restart(TIMED_LR)
+    end = device_timing.torch_end(device)
+    steps = {of: (partial(_run, training, CANDIDATES[of]), end) for of in CANDIDATES if of in errors}
+    timed = training_steps(steps, energy.counter() if device == "cuda" else None)
+    best = min((of for of in BF16 if of in timed), key=lambda of: timed[of].sample.us)
+    parts_us, peaks = {}, {}
+    for candidate in timed:
+        training.use(CANDIDATES[candidate])
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        us = timed[candidate].sample.us
+        parts_us[candidate] = _with_idle(parts.step_parts(training), us)
+        peaks[candidate] = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        _print_parts(name, candidate, parts_us[candidate], us, batches.tokens)
+    theirs, case = timed[best], _case(name, model, training)
+    for candidate in (of for of in timed if of != best):
+        ours: Steps = timed[candidate]
+        ratio = one.experts[best].us / one.experts[candidate].us
+        yield Line(
+            op="model_step",
+            frontend="torch",
+            case={**case, "candidate": candidate, "peer_is": best},
+            us=ours.sample.us,
+            spread=ours.sample.spread,
+            n=ours.sample.n,
+            nbytes=0,
+            flops=_flops(training, model),
+            of_roof=None,
+            roof=None,
+            peer="best_bf16",
+            peer_us=theirs.sample.us,
+            ratio=round(theirs.sample.us / ours.sample.us, 3),
+            peak_nbytes=peaks[candidate],
+            error=errors[candidate],
+            peer_peak_nbytes=peaks[best],
+            joules=ours.joules,
+            peer_joules=theirs.joules,
+            parts_us=parts_us[candidate],
+            peer_parts_us=parts_us[best],
+            experts_ratio=round(ratio, 3),
+            ceiling=parts.ceiling(parts_us[best], ratio),
+            largest_group=one.given.imbalance,
+        )
+
+
+def lines(
+    only: Sequence[str], models: Mapping[str, Model] = MODELS, batches: Batches = BATCHES, device: str = "cuda"
+) -> Iterator[Line]:
+    """Check and measure every model, or those named. Raises RuntimeError at the end if anything failed.
+
+    models, batches, device: other than the defaults only in tests, on a CPU.
+    """
+    failures: list[str] = []
+    for name in ("mxfp8", "bf16"):
+        register_experts(name)
+    with torch._dynamo.config.patch(COMPILED):
+        for name, model in models.items():
+            if not only or name in only:
+                yield from guarded(name, model_lines(name, model, batches, device, failures), failures)
+                _collect(device)
+    if failures:
+        raise RuntimeError("models: " + "; ".join(failures))
