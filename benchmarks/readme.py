@@ -13,19 +13,21 @@ from pathlib import Path
 
 from .figures import ep_scale, speed, status
 from .figures.results import newest
-from .figures.tables import table_ep, table_grouped_gemm, table_layer_bytes, table_moe_layer, table_ops
+from .figures.tables import table_ep, table_grouped_gemm, table_layer_bytes, table_models, table_moe_layer, table_ops
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: python -m benchmarks.readme -->", "<!-- end of the generated part -->"
 
 
 def _of_an_op(op: str) -> bool:
-    return not table_grouped_gemm.is_product(op) and not table_moe_layer.is_layer(op)
+    others = table_grouped_gemm.is_product, table_moe_layer.is_layer, table_models.is_model
+    return not any(of_another_table(op) for of_another_table in others)
 
 
 def performance() -> str:
     """All tables of figures."""
     sections = (
+        table_models.table(newest("h200", table_models.is_model)),
         table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
         table_ops.table(newest("h200", _of_an_op)),

@@ -23,8 +23,8 @@ class Steps(NamedTuple):
 def training_steps(
     candidates: Mapping[str, Step], read: Counter | None, rounds: int = 4, steps: int = 5
 ) -> dict[str, Steps]:
-    """rounds / 2 x steps samples of each candidate: every other round runs backwards, and a sample is the mean of a step
-    and the same step of the next round.
+    """rounds / 2 x steps samples of each candidate: every other round runs backwards, and a sample is the mean of a
+    step and the same step of the next round.
 
     The energy counter is read where a stretch of counted steps begins and ends. It is a tenth of a second old at most,
     of a stretch of several seconds."""

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 @dataclass(frozen=True)
 class Model:
     """kind: the name of its classes in transformers. layers, experts: of the published model. sizes: fields of the
-    configuration; cut: those that differ from the published model. attention: its implementation on a GPU."""
+    published configuration; cut: those that differ here. attention: its implementation on a GPU."""
 
     kind: str
     layers: int
@@ -32,7 +32,6 @@ class Model:
         )
 
 
-_ALL_MOE = {"first_k_dense_replace": 0}
 MODELS: dict[str, Model] = {
     "mixtral-8x7b": Model(
         "Mixtral", layers=32, experts=8,
@@ -47,19 +46,19 @@ MODELS: dict[str, Model] = {
     ),
     "deepseek-v2-lite": Model(
         "DeepseekV2", layers=27, experts=64,
-        sizes={"vocab_size": 102400, "hidden_size": 2048, "moe_intermediate_size": 1408, "num_attention_heads": 16,
-               "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-               "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-               "v_head_dim": 128},
-        cut=_ALL_MOE,
+        sizes={"vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+               "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64, "n_shared_experts": 2,
+               "num_experts_per_tok": 6, "q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+               "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1},
+        cut={"first_k_dense_replace": 0},
     ),
     "deepseek-v3": Model(
         "DeepseekV3", layers=61, experts=256,
-        sizes={"vocab_size": 129280, "hidden_size": 7168, "moe_intermediate_size": 2048, "num_attention_heads": 128,
-               "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
-               "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
-               "qk_rope_head_dim": 64, "v_head_dim": 128},
-        cut={**_ALL_MOE, "n_routed_experts": 32},
+        sizes={"vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+               "num_attention_heads": 128, "num_key_value_heads": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+               "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
+               "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 3},
+        cut={"first_k_dense_replace": 0, "n_routed_experts": 32},
     ),
     "gpt-oss-120b": Model(
         "GptOss", layers=36, experts=128,
@@ -69,7 +68,6 @@ MODELS: dict[str, Model] = {
         attention="flex_attention",  # scaled_dot_product_attention has no sinks
     ),
 }  # fmt: skip
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SMALL = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 16, "num_local_experts": 8,
@@ -81,7 +79,7 @@ _SMALL = {
 def small(model: Model) -> Model:
     """The same layers at the sizes of a test on a CPU, where attention with sinks runs without a fused kernel."""
     sizes = {name: _SMALL.get(name, size) if size else size for name, size in model.sizes.items()}
-    cut = {name: size for name, size in model.cut.items() if name not in sizes}
+    cut = {name: size for name, size in model.cut.items() if name not in _SMALL}
     return replace(model, sizes=sizes, cut=cut, attention="sdpa" if model.attention == "sdpa" else "eager")
 
 
