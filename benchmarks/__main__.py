@@ -107,6 +107,8 @@ def main() -> None:
             parser.error(f"section: got {section}; allowed: {', '.join(RANKS)}, this machine has no GPU")
         if section in ONE_GPU:  # one GPU: of several, JAX makes another one current than torch's
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+        if section == "models":  # layers fill the memory: segments of fixed sizes would leave gaps
+            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         hardware = f"{_ranks(section)}x {gpu}" if gpu else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:

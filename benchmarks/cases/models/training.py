@@ -9,8 +9,8 @@ are compiled one by one, with each implementation; head and loss are one compile
 at once, in fp32 with their gradient, would take up to 26 GiB.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,8 @@ from .text import text_of_library, token_ids
 
 Phase = Callable[[str], AbstractContextManager[object]]
 """A context for a part of a step: "layers", "head and loss", "clipping", "optimizer"."""
-WEIGHT_STD = 0.02
+WEIGHT_STD, EMBEDDING_STD = 0.02, 1.0
+TO_RESIDUAL = ("o_proj.weight", "down_proj.weight", "experts.down_proj")
 MAX_NORM = 1.0
 BYTES_PER_WEIGHT = 8  # weight, gradient and two moments in bf16
 
@@ -52,14 +53,22 @@ def head_and_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) 
 
 
 @torch.no_grad()
-def draw(model: nn.Module, seed: int = 0) -> None:
-    """Normal weights, ones for norms and zeros for biases, in place; the same for the same seed."""
+def draw(model: nn.Module, published_layers: int, seed: int = 0) -> None:
+    """Normal weights, ones for norms and zeros for biases, in place; the same for the same seed.
+
+    As in GPT-2, weights whose product is added to the residual are smaller with the published number of layers; and
+    embeddings are larger. Otherwise the mean of the context, which attention adds, is most of a token's values, and all
+    tokens have the same experts.
+    """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "bias" in name:
             parameter.zero_()
+        elif "embed_tokens" in name:
+            parameter.normal_(std=EMBEDDING_STD, generator=generator)
         elif parameter.dim() > 1 or name.endswith("sinks"):
-            parameter.normal_(std=WEIGHT_STD, generator=generator)
+            smaller = (2 * published_layers) ** 0.5 if name.endswith(TO_RESIDUAL) else 1
+            parameter.normal_(std=WEIGHT_STD / smaller, generator=generator)
         else:
             parameter.fill_(1)
 
@@ -69,12 +78,13 @@ class Training:
 
     def __init__(self, model: Model, layers: int, batches: Batches, device: str, lr: float) -> None:
         self.config, self.batches, self.device = model.config(layers), batches, device
+        self.published_layers = model.layers
         with torch.device(device):
             self.model: Any = AutoModelForCausalLM.from_config(
                 self.config, dtype=torch.bfloat16, attn_implementation=model.attention
             )
         self.model.to(torch.bfloat16).train()  # transformers leaves some norms in fp32
-        draw(self.model)
+        draw(self.model, model.layers)
         for layer in self.model.model.layers:
             layer.compile(dynamic=False)
         self.loss = torch.compile(head_and_loss, dynamic=False)
@@ -104,7 +114,7 @@ class Training:
 
     def restart(self, lr: float) -> None:
         """The first weights again, an empty optimizer, the first tokens."""
-        draw(self.model)
+        draw(self.model, self.published_layers)
         self.optimizer.state.clear()
         self.optimizer.zero_grad()
         for group in self.optimizer.param_groups:
@@ -154,7 +164,7 @@ class Training:
 
 
 class ExpertsInput(NamedTuple):
-    """What the experts of the first layer get: x (T, D), indices and weights (T, K); rows: of each expert."""
+    """The arguments of the first layer's experts: x (T, D), indices and weights (T, K); rows: of each expert."""
 
     x: Tensor
     indices: Tensor
@@ -167,18 +177,15 @@ class ExpertsInput(NamedTuple):
         return round(float(self.rows.max() / self.rows.float().mean()), 2)
 
 
-@contextmanager
-def _uncompiled() -> Iterator[None]:
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 def experts_input(training: Training) -> tuple[nn.Module, ExpertsInput]:
-    """The experts of the first layer and their input, of the first micro-batch."""
-    module, seen = training.model.model.layers[0].mlp.experts, []
+    """The experts of the first layer and their input, of the first micro-batch, without what attention adds: without
+    compilation it would write all scores of attention with sinks."""
+    model: Any = training.model.model
+    module, seen = model.layers[0].mlp.experts, []
     hook = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments))
-    with _uncompiled(), torch.no_grad():
-        training.hidden(training.ids[0, 0, :, :-1])
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        tokens = model.embed_tokens(training.ids[0, 0, :, :-1])
+        model.layers[0].mlp(model.layers[0].post_attention_layernorm(tokens))
     hook.remove()
     x, indices, weights = seen[0]
     rows = torch.bincount(indices.flatten(), minlength=module.num_experts)
