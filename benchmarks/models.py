@@ -43,13 +43,16 @@ COMPILED = {"recompile_limit": 32, "fail_on_recompile_limit_hit": True}
 
 
 class OneLayer(NamedTuple):
-    """What a model of one layer tells. errors: of the candidates that may go on; experts: times of the experts alone,
-    forward and backward; layers: that fit, of all candidates."""
+    """The results of a model of one layer. errors: of the candidates without a failure; experts: times of the experts
+    alone, forward and backward; largest_group: its rows, relative to the mean; memory: the most of all candidates,
+    None without a GPU."""
 
     errors: Mapping[str, Error]
     experts: Mapping[str, Sample]
-    given: ExpertsInput
-    layers: int
+    largest_group: float
+    weights: int
+    weights_of_layer: int
+    memory: fit.Memory | None
 
 
 def _experts_step(module: nn.Module, given: ExpertsInput, training: Training, implementation: str) -> Callable[[], Any]:
@@ -67,38 +70,43 @@ def _experts_step(module: nn.Module, given: ExpertsInput, training: Training, im
     return step
 
 
-def one_layer(model: Model, batches: Batches, device: str, failures: list[str]) -> OneLayer:
-    """Check the gradients, time the experts, and find the number of layers; two of them without a GPU."""
+def one_layer(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> OneLayer:
+    """Check the gradients, time the experts, and measure the memory of a micro-batch."""
     training = Training(model, 1, batches, device, check.CHECKED_LR)
     module, given = experts_input(training)
     want = check.gradients(training, REFERENCE)
     errors: dict[str, Error] = {REFERENCE: {"grade": "reference", "sqnr_db": 0.0}}
-    for name in (of for of in CANDIDATES if of != REFERENCE):
+    for candidate in (of for of in CANDIDATES if of != REFERENCE):
         try:
-            got = check.gradients(training, CANDIDATES[name])
-            errors[name] = check.gradients_error(name, got, want, given)
+            got = check.gradients(training, CANDIDATES[candidate])
+            errors[candidate] = check.gradients_error(candidate, got, want, given)
             del got
         except Exception:
-            failed(f"{model.kind}: gradients of {name}", failures)
+            failed(f"{name}: gradients of {candidate}", failures)
     del want
     end, memory = device_timing.torch_end(device), []
-    for name in errors if device == "cuda" else ():
-        training.use(CANDIDATES[name])
+    for candidate in errors if device == "cuda" else ():  # the peaks of compiled layers
+        training.use(CANDIDATES[candidate])
         memory.append(fit.micro_batch_memory(training))
     training.optimizer.zero_grad()
-    steps = {name: (_experts_step(module, given, training, CANDIDATES[name]), end) for name in errors}
+    steps = {candidate: (_experts_step(module, given, training, CANDIDATES[candidate]), end) for candidate in errors}
     experts = device_timing.in_a_row(steps)
-    if not memory:
-        return OneLayer(errors, experts, given, layers=2)
-    most = fit.Memory(max(m.saved for m in memory), max(m.peak for m in memory))
-    total, (weights, of_layer) = torch.cuda.get_device_properties(0).total_memory, fit.weights_of(training)
-    layers = fit.layers_that_fit(total, weights, of_layer, most, model.layers)
-    state, state_of_layer = fit.BYTES_PER_WEIGHT * weights, fit.BYTES_PER_WEIGHT * of_layer
-    sizes = {"state of one layer and the vocabulary": state, "state of a layer": state_of_layer,
-             "its activations": most.saved, "peak of a micro-batch of one layer": most.peak}  # fmt: skip
-    print(f"{model.kind}: {layers} of {model.layers} layers fit into {fit.SHARE:.0%} of {total / 2**30:.1f} GiB;",
+    most = fit.Memory(max(m.saved for m in memory), max(m.peak for m in memory)) if memory else None
+    return OneLayer(errors, experts, given.imbalance, *fit.weights_of(training), most)
+
+
+def _layers(name: str, model: Model, one: OneLayer) -> int:
+    """The layers that fit into this GPU, where the model of one layer is freed; two without a GPU."""
+    if one.memory is None:
+        return 2
+    total = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated()
+    layers = fit.layers_that_fit(total, one.weights, one.weights_of_layer, one.memory, model.layers)
+    sizes = {"state of one layer and the vocabulary": fit.BYTES_PER_WEIGHT * one.weights,
+             "state of a layer": fit.BYTES_PER_WEIGHT * one.weights_of_layer, "its activations": one.memory.saved,
+             "peak of a micro-batch of one layer": one.memory.peak}  # fmt: skip
+    print(f"{name}: {layers} of {model.layers} layers fit into {fit.SHARE:.0%} of {total / 2**30:.1f} GiB;",
           ", ".join(f"{what} {size / 2**30:.1f}" for what, size in sizes.items()), flush=True)  # fmt: skip
-    return OneLayer(errors, experts, given, layers)
+    return layers
 
 
 def _run(training: Training, implementation: str) -> Tensor:
@@ -146,9 +154,9 @@ def _with_idle(parts_us: Mapping[str, float], us: float) -> dict[str, float]:
 
 def model_lines(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> Iterator[Line]:
     """The line of every candidate but the best bf16 against that."""
-    one = one_layer(model, batches, device, failures)
+    one = one_layer(name, model, batches, device, failures)
     _collect(device)
-    training = Training(model, one.layers, batches, device, TIMED_LR)
+    training = Training(model, _layers(name, model, one), batches, device, TIMED_LR)
     want, errors = check.losses(training, REFERENCE), {REFERENCE: dict(one.errors[REFERENCE])}
     for candidate in (of for of in one.errors if of != REFERENCE):
         try:
@@ -157,7 +165,7 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
         except Exception:
             failed(f"{name}: losses of {candidate}", failures)
     print(f"{name}: losses of the first steps {[round(loss, 4) for loss in want]};",
-          f"the largest group of the first layer has {one.given.imbalance} times the mean", flush=True)  # fmt: skip
+          f"the largest group of the first layer has {one.largest_group} times the mean", flush=True)  # fmt: skip
     training.restart(TIMED_LR)
     end = device_timing.torch_end(device)
     steps = {of: (partial(_run, training, CANDIDATES[of]), end) for of in CANDIDATES if of in errors}
@@ -169,9 +177,11 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         us = timed[candidate].sample.us
-        parts_us[candidate] = _with_idle(parts.step_parts(training), us)
+        found = parts.step_parts(training)
+        parts_us[candidate] = _with_idle(found.us, us)
         peaks[candidate] = torch.cuda.max_memory_allocated() if device == "cuda" else None
         _print_parts(name, candidate, parts_us[candidate], us, batches.tokens)
+        print("  other, us:", ", ".join(f"{kernel[:60]} {spent:.0f}" for kernel, spent in found.other.items()))
     theirs, case = timed[best], _case(name, model, training)
     for candidate in (of for of in timed if of != best):
         ours: Steps = timed[candidate]
@@ -199,7 +209,7 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
             peer_parts_us=parts_us[best],
             experts_ratio=round(ratio, 3),
             ceiling=parts.ceiling(parts_us[best], ratio),
-            largest_group=one.given.imbalance,
+            largest_group=one.largest_group,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,8 +79,9 @@ def test_every_model_is_checked_compared_and_reported(
             assert line.parts_us[part] > 0, part
         assert (line.parts_us["quantization"] > 0) == (line.case["candidate"] == "mxfp8")
         if line.error["grade"] != "reference":
-            assert line.error["sqnr_db"] >= check.MIN_GRADIENT_DB[str(line.case["candidate"])]
-            assert line.error["loss"] <= check.MAX_LOSS_DIFFERENCE
+            error: dict[str, Any] = {**line.error}
+            assert error["sqnr_db"] >= check.MIN_GRADIENT_DB[str(line.case["candidate"])]
+            assert error["loss"] <= check.MAX_LOSS_DIFFERENCE
         assert (line.largest_group or 0) > 1.1  # real text: groups are not equal
     rows = recorded(lines, tmp_path, monkeypatch)
     assert len(rows) == len(lines)
@@ -114,7 +116,7 @@ def test_a_wrong_candidate_is_an_error_and_the_others_are_measured(
     ALL_EXPERTS_FUNCTIONS.register("half", wrong)
     monkeypatch.setitem(models.CANDIDATES, "mxfp8", "half")
     of, lines = {"mixtral-8x7b": sizes.small(sizes.MODELS["mixtral-8x7b"])}, []
-    with pytest.raises(RuntimeError, match=r"^models: Mixtral: gradients of mxfp8$"):
+    with pytest.raises(RuntimeError, match=r"^models: mixtral-8x7b: gradients of mxfp8$"):
         lines.extend(models.lines((), of, BATCHES, "cpu"))
     assert "dB; expected 18.9 or more" in capsys.readouterr().err
 
@@ -188,6 +190,31 @@ PART_OF: list[tuple[str, tuple[Op, ...], str]] = [
 @pytest.mark.parametrize(("kernel", "ops", "part"), PART_OF)
 def test_parts(kernel: str, ops: tuple[Op, ...], part: str) -> None:
     assert parts.part_of(kernel, ops, experts=128) == part
+
+
+def test_kernels_of_a_profile_are_counted_once() -> None:
+    """A product, a kernel of Triton in a range of its own name, one without an op, and a range on the device."""
+    kind = {name: SimpleNamespace(name=name) for name in ("CPU", "CUDA")}
+
+    def launch(name: str, around: Any, *kernels: tuple[str, float]) -> Any:
+        launched = [SimpleNamespace(name=of, duration=us) for of, us in kernels]
+        event = SimpleNamespace(name=name, cpu_parent=around, kernels=launched, input_shapes=[[4, 2], []])
+        event.device_type = kind["CPU"]
+        return event
+
+    def device(name: str, us: float, annotation: bool = False) -> Any:
+        return SimpleNamespace(device_type=kind["CUDA"], name=name, device_time=us, is_user_annotation=annotation)
+
+    outer = launch("mxep.experts", None, ("mxep.experts", 60.0))
+    events = [
+        *(outer, launch("aten::mm", outer, ("gemm", 30.0)), launch("triton_fused_0", outer, ("triton_fused_0", 20.0))),
+        *(device("gemm", 30.0), device("triton_fused_0", 20.0), device("memset", 10.0)),
+        device("mxep.experts", 60.0, annotation=True),
+    ]
+    seen: Any = SimpleNamespace(events=lambda: events)
+    found = list(parts.kernels_of(seen, "cuda"))
+    ops = [Op("aten::mm", [[4, 2]]), Op("mxep.experts", [[4, 2]])]
+    assert found == [("gemm", ops, 30.0), ("triton_fused_0", [], 20.0), ("memset", [], 10.0)]
 
 
 def test_layers_fill_the_memory() -> None:

@@ -8,7 +8,7 @@ A fused kernel with ops of several parts counts for one of them, the first in `F
 casts with them. On a CPU, which has no kernels, the ops' own time is counted.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -91,21 +91,25 @@ def _around(event: Any) -> Iterator[Op]:
 
 
 def kernels_of(seen: profile, device: str) -> Iterator[tuple[str, list[Op], float]]:
-    """Every kernel of a profile: its name, the ops around its launch, and its microseconds."""
+    """Every kernel of a profile: its name, the ops around its launch, and its microseconds.
+
+    A range of `record_function` has an event on the device too, of the same name, which is no kernel.
+    """
     events: Any = seen.events()
     if device == "cpu":
         yield from (("", list(_around(e)), e.self_cpu_time_total) for e in events)
         return
     launched: dict[str, float] = defaultdict(float)
     for event in events:
-        for kernel in event.kernels if event.device_type.name == "CPU" else ():
+        launches = event.kernels if event.device_type.name == "CPU" else ()
+        for kernel in (kernel for kernel in launches if kernel.name != event.name):
             launched[kernel.name] += kernel.duration
             yield kernel.name, list(_around(event)), kernel.duration
     every: dict[str, float] = defaultdict(float)
     for event in events:
         if event.device_type.name == "CUDA" and not event.is_user_annotation:
             every[event.name] += event.device_time
-    # Kernels whose launch has no op around it.
+    # Kernels without an op around their launch, or, of Triton, in a range with their own name.
     yield from ((name, [], us - launched[name]) for name, us in every.items() if us - launched[name] > 0.5)
 
 
@@ -114,10 +118,18 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def step_parts(training: Training) -> dict[str, float]:
-    """Microseconds of kernels of an optimizer step by part, of a profile of one micro-batch and of the update."""
+class StepParts(NamedTuple):
+    """Microseconds of kernels of an optimizer step by part; other: the largest kernels of the part "other", by name."""
+
+    us: dict[str, float]
+    other: dict[str, float]
+
+
+def step_parts(training: Training) -> StepParts:
+    """From a profile of one micro-batch and of the update."""
     device, experts = training.device, experts_of(training.config)
     found: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+    other: Counter[str] = Counter()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
 
     def phase_of(times: int) -> Callable[[str], AbstractContextManager[object]]:
@@ -128,14 +140,17 @@ def step_parts(training: Training) -> dict[str, float]:
                 yield
                 _wait(device)
             for kernel, ops, us in kernels_of(seen, device):
-                found[part_of(kernel, ops, experts) if name == "layers" else name] += us * times
+                part = part_of(kernel, ops, experts) if name == "layers" else name
+                found[part] += us * times
+                if part == "other":
+                    other[kernel or ops[0].name] += round(us * times)
 
         return run
 
     training.accumulate(micro_batches=1)  # as the later micro-batches of a step, the profiled one adds to gradients
     training.accumulate(phase_of(training.batches.micro_batches), micro_batches=1)
     training.update(phase_of(1))
-    return {part: round(us, 1) for part, us in found.items()}
+    return StepParts({part: round(us, 1) for part, us in found.items()}, dict(other.most_common(5)))
 
 
 def ceiling(parts_us: Mapping[str, float], experts: float, dense: float = 1.0) -> float:

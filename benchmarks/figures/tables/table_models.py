@@ -27,7 +27,7 @@ def tokens_of(row: Row) -> int:
 
 def _pair(row: Row, key: str, scale: float, form: str) -> str:
     """The peer's value and ours; "" where one is missing."""
-    values = [row.get(f"peer_{key}"), row.get(key)]
+    values: list[Any] = [row.get(f"peer_{key}"), row.get(key)]
     return " / ".join(format(value * scale, form) for value in values) if all(values) else ""
 
 
