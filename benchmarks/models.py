@@ -142,9 +142,11 @@ def _case(name: str, model: Model, training: Training) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _print_parts(name: str, candidate: str, parts_us: Mapping[str, float], us: float, tokens: int) -> None:
+def _print_parts(what: str, parts_us: Mapping[str, float], other: Mapping[str, float], us: float, alone: float) -> None:
+    """other: kernels of the part "other"; alone: the time of the experts alone, times layers and micro-batches."""
     shares = ", ".join(f"{part} {of_part / us:.1%}" for part, of_part in parts_us.items() if of_part)
-    print(f"{name}, {candidate}: {tokens / us * 1e6:,.0f} tokens/s; {shares}", flush=True)
+    print(f"{what}: {shares}; experts alone {alone / us:.1%}")
+    print("  other, us:", ", ".join(f"{kernel[:60]} {spent:.0f}" for kernel, spent in other.items()), flush=True)
 
 
 def _with_idle(parts_us: Mapping[str, float], us: float) -> dict[str, float]:
@@ -170,6 +172,8 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
     end = device_timing.torch_end(device)
     steps = {of: (partial(_run, training, CANDIDATES[of]), end) for of in CANDIDATES if of in errors}
     timed = training_steps(steps, energy.counter() if device == "cuda" else None)
+    rates = (f"{of} {batches.tokens / found.sample.us * 1e6:,.0f}" for of, found in timed.items())
+    print(f"{name}: tokens/s: {', '.join(rates)}", flush=True)
     best = min((of for of in BF16 if of in timed), key=lambda of: timed[of].sample.us)
     parts_us, peaks = {}, {}
     for candidate in timed:
@@ -180,8 +184,8 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
         found = parts.step_parts(training)
         parts_us[candidate] = _with_idle(found.us, us)
         peaks[candidate] = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        _print_parts(name, candidate, parts_us[candidate], us, batches.tokens)
-        print("  other, us:", ", ".join(f"{kernel[:60]} {spent:.0f}" for kernel, spent in found.other.items()))
+        alone = one.experts[candidate].us * training.config.num_hidden_layers * batches.micro_batches
+        _print_parts(f"{name}, {candidate}", parts_us[candidate], found.other, us, alone)
     theirs, case = timed[best], _case(name, model, training)
     for candidate in (of for of in timed if of != best):
         ours: Steps = timed[candidate]
