@@ -7,7 +7,7 @@ WHEEL := PATH=$(abspath $(BIN)):$$PATH $(BIN)/pip wheel --quiet --no-build-isola
 NIGHTLY := $(BIN)/pip install --quiet --no-compile --pre --upgrade
 TORCH_NIGHTLY := https://download.pytorch.org/whl/nightly/cpu
 JAX_NIGHTLY := https://us-python.pkg.dev/ml-oss-artifacts-published/jax-public-nightly-artifacts-registry/simple/
-CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt doctor.py version.py \
+CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt conformance.py doctor.py version.py \
   $(wildcard cmake/* cpp_bindings/*.cc cpp_bindings/*.h \
     $(foreach suffix,cc h cu cuh def,core_kernels/*.$(suffix) core_kernels/*/*.$(suffix) core_kernels/*/*/*.$(suffix)))
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA

@@ -7,22 +7,13 @@ from typing import Any
 
 import numpy as np
 from mxep.core_kernels.cases import Case
-from mxep.core_kernels.combine import cases as combine
-from mxep.core_kernels.fold import cases as fold
-from mxep.core_kernels.grouped_gemm import cases as grouped_gemm
+from mxep.core_kernels.conformance.cases import TABLES
+from mxep.core_kernels.conformance.check import PRODUCTS, REST_UNSPECIFIED, specified
 from mxep.core_kernels.launch import ArrayType, KernelOp
-from mxep.core_kernels.permute import cases as permute
-from mxep.core_kernels.quantize import cases as quantize
 from mxep.core_kernels.registry import OPS
-from mxep.core_kernels.router import cases as router
-from mxep.core_kernels.routing import cases as routing
-from mxep.core_kernels.scale_layout import cases as scale_layout
-from mxep.core_kernels.swiglu import cases as swiglu
 
-TABLES = (quantize, permute, router, routing, fold, scale_layout, combine, swiglu, grouped_gemm)
+__all__ = ["CASES", "FIRST", "OPS", "PRODUCTS", "REST_UNSPECIFIED", "TABLES", "sample", "sample_arrays", "specified"]
 CASES: dict[str, Case] = {name: case for table in TABLES for name, case in table.CASES.items()}
-PRODUCTS = {name for name in OPS if name.startswith(("grouped_", "logits_"))}
-"""Ops with an error bound, which the framework's own matmul computes on a CPU; the others write exact bytes."""
 FIRST = {case.op: case for case in reversed(CASES.values())}
 """The first case of each op."""
 

@@ -21,6 +21,7 @@ C++ and CUDA headers follow the same arrows. The files of `policy` are for front
 
     oracle.py --> formats, oracles     kernel.py --> formats, shared Triton functions, kernels     plan.py --> no kernel
     cases.py --> formats, oracles and cases of any family, and no file imports it but another cases.py
+    conformance --> oracles and cases of all families, and the registry: numpy and ml_dtypes alone
 """
 
 import ast
@@ -61,6 +62,7 @@ BELOW = {
 }
 """The families that each family may import."""
 BELOW["reference"] = set(BELOW) - {"policy"}
+BELOW["conformance"] = set(BELOW) - {"policy"}
 INSIDE = {
     "fold": ("", "both", "matrix", "gathered"),
     "swiglu": ("", "backward", "folded"),
@@ -112,17 +114,24 @@ def is_cases(path: Path) -> bool:
     return path.name == "cases.py"
 
 
+def is_conformance(path: Path) -> bool:
+    return path.parent == CORE / "conformance"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_a_file_imports_only_what_its_part_allows(path: Path) -> None:
     part = path.relative_to(ROOT).parts[0]
     allowed = PARTS[part] | {part} | sys.stdlib_module_names
-    if part == "core_kernels" and (is_oracle(path) or is_cases(path)):
+    if part == "core_kernels" and (is_oracle(path) or is_cases(path) or is_conformance(path)):
         allowed = allowed - {"triton"} | {"ml_dtypes"}
     for module, lazy in imports(path):
         if (name_of(path), top(module)) == ("jax_frontend/integrations/nnx.py", "flax"):
             continue  # which no other file imports
         if top(module) == "jax_triton":
             assert (part, lazy) == ("jax_frontend", True), f"{module}: only lazily, in the JAX frontend"
+            continue
+        if top(module) == "pytest":
+            assert name_of(path) == "core_kernels/conformance/pytest_plugin.py", f"{module}: in the plugin alone"
             continue
         if top(module) in ("transformers", "torchtitan"):
             only = f"torch_frontend/integrations/{top(module)}.py"
@@ -183,7 +192,7 @@ def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
     oracles, kernels no plan, plans no kernel: a machine without triton can ask every op for its shapes."""
     own = str(path.parent.relative_to(CORE)) if path.parent != CORE else ""
     for folder, file in core_imports(path):
-        assert file != "registry" or folder, "the registry is for frontends"
+        assert file != "registry" or folder or is_conformance(path), "the registry is for frontends and conformance"
         if path.name == "registry.py":
             assert not folder or file.startswith("plan"), f"{folder}.{file}: plans"
         elif path.name.startswith("plan"):
@@ -193,7 +202,7 @@ def test_a_family_imports_itself_and_families_below_it(path: Path) -> None:
         if not own:
             assert folder == "", f"{folder}.{file}: a shared file imports no family"
         elif folder:
-            assert is_cases(path) or file != "cases", f"{folder}.{file}: cases are for tests"
+            assert is_cases(path) or is_conformance(path) or file != "cases", f"{folder}.{file}: cases are for tests"
             if not is_cases(path):
                 check_folders(own, folder)
         if is_cases(path):
@@ -288,13 +297,16 @@ def test_a_folder_is_read_at_a_glance(folder: Path) -> None:
         (["jax_frontend"], ["torch", "triton", "jax_triton", "flax"]),
         (
             [
-                ".".join(path.relative_to(ROOT).with_suffix("").parts)
-                for path in sorted((*CORE.rglob("oracle.py"), *CORE.rglob("cases.py")))
+                "conformance",
+                *(
+                    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                    for path in sorted((*CORE.rglob("oracle.py"), *CORE.rglob("cases.py")))
+                ),
             ],
             ["torch", "jax", "triton"],
         ),
     ],
-    ids=["torch_frontend", "jax_frontend", "oracles and cases"],
+    ids=["torch_frontend", "jax_frontend", "oracles, cases and conformance"],
 )
 def test_importing_does_not_drag_in(modules: list[str], forbidden: list[str]) -> None:
     """In one process for all oracles and cases: none of them does if all of them do not."""

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from mxep.core_kernels.cases import Case
+from mxep.core_kernels.conformance import pytest_plugin
 
 from ..cases import PRODUCTS
-from . import backends, check
+from . import backends
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
@@ -65,5 +66,4 @@ def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], table: Mapping[
 
 def compare(backend: str, case: Case) -> None:
     """Assert that the backend's op returns what the case's definition returns."""
-    arrays, _ = check.definition(case)
-    check.as_defined(backend, case, backends.Ops(backend)[case.op](*arrays, **case.options_of()))
+    pytest_plugin.compare(backends.runner(backend), case)

@@ -9,6 +9,7 @@ from . import backends, cases
 
 WITHOUT_ADAPTER = (
     *("test_adapter.py", "test_check.py", "test_oracle.py", "test_oracle_sm90.py", "test_references.py"),
+    "test_runner.py",
     "test_swiglu_oracle.py",
 )
 """Tests of the definition and of the suite itself."""

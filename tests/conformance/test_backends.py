@@ -7,10 +7,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from mxep.core_kernels.conformance.definitions import DEFINITIONS
 
 from ..cases import FIRST, TABLES
 from . import backends, check
-from .definitions import DEFINITIONS
 
 HERE = Path(__file__).parent
 

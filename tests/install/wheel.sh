@@ -5,7 +5,7 @@
 set -euo pipefail
 source "$(dirname "$0")/environment.sh"
 python=$1 wheel=$(newest "$2"/mxep-*.whl) cpu_wheel=$(newest "$3"/mxep-*.whl)
-for file in core_kernels/py.typed cpp_bindings/py.typed torch_frontend/py.typed jax_frontend/py.typed __init__.py doctor.py; do
+for file in core_kernels/py.typed cpp_bindings/py.typed torch_frontend/py.typed jax_frontend/py.typed __init__.py doctor.py conformance.py; do
   for each in "$wheel" "$cpu_wheel"; do
     grep -q "^mxep/$file " <<< "$("$python" -m zipfile -l "$each")" || { echo "$each lacks mxep/$file"; exit 1; }
   done

@@ -19,9 +19,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mxep.core_kernels.conformance import backend
+from mxep.core_kernels.conformance.backend import Backend
+from mxep.core_kernels.conformance.check import PRODUCTS
+from mxep.core_kernels.conformance.runner import Runner
 from mxep.core_kernels.registry import OPS as KERNEL_OPS
 
-from ...cases import PRODUCTS
 from ..layer.layers import LAYERS, RUNS
 
 Array = np.ndarray
@@ -38,17 +41,28 @@ def adapter(name: str) -> Any:
     return import_module(f"{__name__}.{name}" if name in ADAPTERS else name)
 
 
+@cache
+def loaded(name: str) -> Backend:
+    """An adapter as `python -m mxep.conformance` runs it."""
+    return backend.of_module(name, adapter(name))
+
+
+@cache
+def runner(name: str) -> Runner:
+    """Of an adapter's cases."""
+    return Runner(loaded(name))
+
+
 def offers(name: str, what: str) -> bool:
     """Whether an adapter has an op or one of the optional functions and marks."""
-    module = adapter(name)
-    return what in module.OPS or bool(getattr(module, what, False))
+    return loaded(name).offers(what)
 
 
 class Ops(Mapping[str, Callable]):
     """The ops of an adapter by name. A test that asks for an op that the adapter does not offer is skipped."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._ops = name, adapter(name).OPS
+        self._name, self._ops = name, loaded(name).ops
 
     def __getitem__(self, op: str) -> Callable:
         if op not in self._ops:

@@ -1,0 +1,116 @@
+"""A backend: a module with functions of numpy arrays, by the names of the ops.
+
+A module has `OPS`, a dict of functions by name, or plain functions with these names. A function takes the arrays of the
+op in order, and the options that it has by keyword. It raises NotImplementedError for a call that it lacks.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from ..cases import Arrays, Case
+from ..formats import Rounding
+from ..launch import fail
+from .definitions import DEFINITIONS
+
+MODE = ("rounding", "satfinite")
+"""The options of a quantization. A function without them has one rule, which it claims or which is found."""
+
+
+class LackingError(Exception):
+    """A backend does not offer a call: the reason."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """name: of the module. ops: functions by name. marks: attributes of the module, such as FP8_TENSOR_CORES.
+
+    mode: rounding and satfinite of functions without these options, as far as the module claims them.
+    """
+
+    name: str
+    ops: Mapping[str, Callable]
+    marks: Mapping[str, Any] = field(default_factory=dict)
+    mode: Mapping[str, Any] = field(default_factory=dict)
+
+    def offers(self, what: str) -> bool:
+        """Whether it has an op, an optional function or a mark."""
+        return what in self.ops or bool(self.marks.get(what, False))
+
+    def has_one_rule(self, op: str) -> bool:
+        """Whether its function takes no `rounding`, though the definition has one."""
+        return "rounding" in defaults(op) and not _accepts(self.ops[op], "rounding")
+
+    def call(self, case: Case, arrays: Arrays, mode: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The outputs of a case for its arrays. mode: the rule of a function that has one.
+
+        Raises:
+            LackingError: no such op, an option that the function lacks, a call that it does not implement.
+        """
+        function = self.ops.get(case.op)
+        if function is None:
+            raise LackingError(f"no function {case.op}")
+        allowed, options = defaults(case.op) | dict(mode), case.options_of()
+        for name in [name for name in options if not _accepts(function, name)]:
+            value = options.pop(name)
+            if value != allowed[name]:
+                if name in mode:
+                    raise LackingError(f"a case of another rule than {show_mode(mode)}")
+                raise LackingError(f"no option {name}={value!r}")
+        try:
+            got = function(*arrays, **options)
+        except NotImplementedError as error:
+            raise LackingError(str(error) or "not implemented") from None
+        return tuple(got) if isinstance(got, tuple | list) else (got,)
+
+
+def show_mode(mode: Mapping[str, Any]) -> str:
+    """RCEIL, or FLOOR, satfinite."""
+    return f"{Rounding(mode['rounding']).name}{', satfinite' * bool(mode['satfinite'])}"
+
+
+def defaults(op: str) -> dict[str, Any]:
+    """The options of the definition with their defaults."""
+    parameters = inspect.signature(DEFINITIONS[op]).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty}
+
+
+def _accepts(function: Callable, option: str) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # of a function in C without a signature
+        return False
+    return any(p.name == option or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def of_module(name: str, module: Any) -> Backend:
+    """The backend of a module.
+
+    Raises:
+        ValueError: a module without a function of an op, or with a wrong claim.
+    """
+    marks = vars(module)
+    ops = marks.get("OPS")
+    if ops is None:
+        ops = {op: marks[op] for op in DEFINITIONS if callable(marks.get(op))}
+    if not ops.keys() & DEFINITIONS.keys():
+        allowed = "allowed: a module with functions such as quantize_row, or with a dict OPS"
+        fail(ValueError, "mxep.conformance", "backend", f"{name!r} without a function of an op", allowed)
+    mode = {}
+    if "ROUNDING" in marks:
+        mode["rounding"] = Rounding.parse(marks["ROUNDING"], "mxep.conformance", "ROUNDING")
+    if "SATFINITE" in marks:
+        mode["satfinite"] = bool(marks["SATFINITE"])
+    return Backend(name, ops, marks, mode)
+
+
+def load(name: str) -> Backend:
+    """The backend of the module `name`.
+
+    Raises:
+        ImportError: no such module.
+        ValueError: as of `of_module`.
+    """
+    return of_module(name, import_module(name))

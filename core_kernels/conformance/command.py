@@ -1,0 +1,31 @@
+"""The command `python -m mxep.conformance`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .backend import load
+from .runner import run
+from .table import show, to_json
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a backend's table; returns 1 if a case differs, and 2 if the backend cannot be loaded."""
+    parser = argparse.ArgumentParser("python -m mxep.conformance", description=__doc__)
+    parser.add_argument("backend", help="a module with functions such as quantize_row, or with a dict OPS")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    parser.add_argument("-k", default="", metavar="PART", help="run the cases with this part of a name alone")
+    given = parser.parse_args(arguments)
+    sys.path.insert(0, "")  # as for a module that `python -m` runs
+    try:
+        backend = load(given.backend)
+    except (ImportError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    report = run(backend, given.k)
+    print(show(report))
+    if given.json:
+        given.json.write_text(json.dumps(to_json(report), indent=1) + "\n")
+    return int(not report.agrees)

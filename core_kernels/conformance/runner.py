@@ -1,0 +1,310 @@
+"""Runs the cases on a backend, and finds the rules that its quantizers obey."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..cases import Arrays, Case
+from ..combine.oracle import combine_bwd
+from ..formats import BLOCK, E8M0_NAN, Rounding
+from ..oracle_math import Array
+from ..swiglu.oracle import swiglu
+from . import check, rules
+from .backend import MODE, Backend, LackingError
+from .cases import CONFORMANCE
+from .compare import DifferentError, show_bits
+from .definitions import DEFINITIONS
+
+Options = Mapping[str, Any]
+Quantized = tuple[Array, Array, Array]
+"""x (..., K), q (..., K), sf (..., K/32)."""
+
+
+def _row(x: Array, q: Array, sf: Array) -> list[Quantized]:
+    return [(x, q, sf)]
+
+
+def _packed(x: Array, packed: Array) -> list[Quantized]:
+    return [(x, packed[..., : x.shape[-1]], packed[..., x.shape[-1] :])]
+
+
+def _col(x: Array, q_t: Array, sf_t: Array) -> list[Quantized]:
+    return [(np.swapaxes(x, -1, -2), q_t, sf_t)]
+
+
+def _hidden(given: Arrays, options: Options) -> Array:
+    """h of SwiGLU, in bf16."""
+    gate, up, prob = given
+    return swiglu(gate, up, prob, **{name: value for name, value in options.items() if name not in MODE})
+
+
+QUANTIZED: dict[str, Callable[[Arrays, Options, Arrays], list[Quantized]]] = {
+    "quantize_row": lambda given, options, got: _row(*given, *got),
+    "quantize_row_packed": lambda given, options, got: _packed(*given, *got),
+    "quantize_col": lambda given, options, got: _col(*given, *got),
+    "quantize_both": lambda given, options, got: _row(*given, *got[:2]) + _col(*given, *got[2:]),
+    "swiglu_row": lambda given, options, got: _row(_hidden(given, options), *got),
+    "swiglu_col": lambda given, options, got: _col(_hidden(given, options), *got),
+    "combine_bwd_row": lambda given, options, got: _row(combine_bwd(*given)[0], got[0], got[1]),
+}
+"""Ops whose outputs are blocks -> the blocks of a call's inputs, options and outputs."""
+
+RULE = {
+    "quantize_": "scales, elements, infinity and NaN as in the table of rules",
+    "dequantize": "E4M3 value * 2^(scale byte - 127), rounded once; a scale byte of 255 makes a block NaN",
+    "block_scales": "scale c of row 32 a + b of a tile is its byte 16 b + 4 a + c; padding is 0",
+    "unblock_scales": "scale c of row 32 a + b of a tile is its byte 16 b + 4 a + c; rows past the last end are zeros",
+    "permute_": "row row_map[i] bit for bit, zeros where it is -1",
+    "combine": "an fp32 sum from +0 in ascending k; every product and every sum rounds; a slot of -1 adds nothing",
+    "grouped_": "|got - exact| <= 2^-23 k sum|a||b| and one rounding; zeros past the last end",
+    "swiglu_ffn": f"at least {check.FFN_DB} dB for each expert, exact bytes where each sum has one term",
+    "swiglu": "silu(gate) * up * prob, each fp32 operation rounded, h rounded to bf16, then quantized",
+}
+"""First letters of ops -> what the definition says."""
+
+
+@dataclass
+class Ran:
+    """The cases of an op. differ: name of a case -> the message. skipped: name -> the reason. digests: name of a case
+    -> of its outputs."""
+
+    agree: list[str] = field(default_factory=list)
+    differ: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Found:
+    """The rules of a quantizer under one mode.
+
+    verdicts: aspect -> the rule that all blocks obey, or rules that these blocks do not tell apart; "" where none was
+    judged. broken: aspect -> why the definition does not hold.
+    """
+
+    rounding: str
+    satfinite: bool
+    claimed: bool
+    verdicts: dict[str, str] = field(default_factory=dict)
+    judged: dict[str, int] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """ops: op -> Ran. rules: op or "op, mode" -> Found. lacking: ops of the table that the backend does not have."""
+
+    backend: str
+    ops: dict[str, Ran] = field(default_factory=dict)
+    rules: dict[str, Found] = field(default_factory=dict)
+    lacking: list[str] = field(default_factory=list)
+
+    @property
+    def agrees(self) -> bool:
+        return not any(ran.differ for ran in self.ops.values())
+
+
+def to_blocks(quantized: list[Quantized]) -> rules.Blocks:
+    """All blocks of 32, one after the other."""
+    parts = [(x.astype(np.float32).reshape(-1, BLOCK), q.reshape(-1, BLOCK), sf.reshape(-1)) for x, q, sf in quantized]
+    return rules.Blocks(*map(np.concatenate, zip(*parts, strict=True)))
+
+
+class Runner:
+    """One run of a backend. A function with one rule is called with all blocks first, which find its rule."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.report = backend, Report(backend.name)
+        self._modes: dict[str, dict[str, Any]] = {}
+        self._blocks: dict[str, dict[tuple[Rounding, bool], list[tuple[str, Quantized]]]] = {}
+
+    def mode(self, op: str) -> dict[str, Any]:
+        """The mode of a function without the option `rounding`: claimed, or the one that most blocks obey."""
+        if not self.backend.has_one_rule(op):
+            return {}
+        if op not in self._modes:
+            claimed = dict(self.backend.mode)
+            if not set(MODE) <= claimed.keys() and (found := self._detect(op)):
+                claimed = found | claimed
+            self._modes[op] = {"rounding": Rounding.RCEIL, "satfinite": False} | claimed
+        return self._modes[op]
+
+    def outputs(self, case: Case) -> tuple[Any, ...]:
+        """Of a case, in the mode of its function. Raises LackingError as of `Backend.call`."""
+        return self.backend.call(case, check.definition(case)[0], self.mode(case.op))
+
+    def _plain_cases(self, op: str) -> dict[str, Case]:
+        """The cases of the default mode, whatever rule the function has."""
+        default = {"rounding": Rounding.RCEIL, "satfinite": False}
+        return {
+            name: case
+            for name, case in CONFORMANCE.items()
+            if case.op == op and default == {key: case.options_of().get(key, value) for key, value in default.items()}
+        }
+
+    def _detect(self, op: str) -> dict[str, Any]:
+        """The mode by the blocks; {} for an op without any."""
+        quantized: list[Quantized] = []
+        for case in self._plain_cases(op).values() if op in QUANTIZED else ():
+            try:
+                arrays, want = check.definition(case)
+                got = self.backend.call(case, arrays, {"rounding": Rounding.RCEIL, "satfinite": False})
+                check.require_types(got, want)
+            except Exception:  # which the case itself reports
+                continue
+            quantized += QUANTIZED[op](arrays, case.options_of(), got)
+        if not quantized:
+            return {}
+        verdicts = rules.judge(to_blocks(quantized), ("scale", "infinity"))
+        scale = next(iter(verdicts["scale"].obeyed), verdicts["scale"].best)
+        rounding = Rounding.FLOOR if scale.startswith(("FLOOR", "EVEN")) else Rounding.RCEIL
+        return {"rounding": rounding, "satfinite": verdicts["infinity"].best == "byte 254, saturated"}
+
+    def run(self, name: str, case: Case) -> None:
+        """Compare one case and note the result."""
+        ran = self.report.ops.setdefault(case.op, Ran())
+        try:
+            got = self.outputs(case)
+        except LackingError as error:
+            ran.skipped[name] = str(error)
+            return
+        except Exception as error:
+            ran.differ[name] = f"raised {type(error).__name__}: {error}"
+            return
+        self._keep(name, case, got)
+        ran.digests[name] = hashlib.sha1(b"".join(np.ascontiguousarray(x).tobytes() for x in got)).hexdigest()[:10]
+        try:
+            self.require(case, got)
+        except AssertionError as error:
+            ran.differ[name] = str(error)
+        else:
+            ran.agree.append(name)
+
+    def _keep(self, name: str, case: Case, got: tuple[Any, ...]) -> None:
+        """Keep the blocks of a case for `find_rules`."""
+        if case.op not in QUANTIZED:
+            return
+        arrays, want = check.definition(case)
+        options = self._asked(case)
+        mode = mode_of(options)
+        if [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]:
+            blocks = self._blocks.setdefault(case.op, {}).setdefault((mode["rounding"], mode["satfinite"]), [])
+            blocks += [(name, part) for part in QUANTIZED[case.op](arrays, options, got)]
+
+    def require(self, case: Case, got: Any) -> None:
+        """Raise AssertionError, with the first differing block in bits, unless got is as defined."""
+        try:
+            check.as_defined(self.backend, case, got)
+        except AssertionError as error:
+            raise AssertionError(
+                self.explain(case, tuple(got) if isinstance(got, tuple | list) else (got,), error)
+            ) from None
+
+    def explain(self, case: Case, got: tuple[Any, ...], error: AssertionError) -> str:
+        """The first differing block in bits, with the rule that it breaks."""
+        arrays, want = check.definition(case)
+        rule = next((text for start, text in RULE.items() if case.op.startswith(start)), "the bytes of the definition")
+        message = f"{error}\nrule: {rule}"
+        if case.op not in QUANTIZED or not isinstance(error, DifferentError) or not error.index:
+            return message
+        options = self._asked(case)
+        found, expected = (to_blocks(QUANTIZED[case.op](arrays, options, outputs)) for outputs in (got, want))
+        differ = (found.sf != expected.sf) | (found.q != expected.q).any(-1)
+        return show_block(found, expected, int(np.argmax(differ)), **mode_of(options)) if differ.any() else message
+
+    def _asked(self, case: Case) -> dict[str, Any]:
+        return {**self.mode(case.op), **case.options_of()}
+
+    def find_rules(self, op: str) -> None:
+        """Judge the blocks of the cases that ran, under each mode of an op."""
+        for (rounding, satfinite), named in self._blocks.get(op, {}).items():
+            key = op if len(self._blocks[op]) == 1 else f"{op}, {rounding.name}{', satfinite' * satfinite}"
+            claimed = not self.backend.has_one_rule(op) or set(MODE) <= self.backend.mode.keys()
+            origin = [(name, sf.size) for name, (_, _, sf) in named]
+            blocks = to_blocks([part for _, part in named])
+            self.report.rules[key] = found_rules(blocks, origin, rounding, satfinite, claimed)
+
+
+def mode_of(options: Options) -> dict[str, Any]:
+    return {"rounding": Rounding(options.get("rounding", 0)), "satfinite": bool(options.get("satfinite", False))}
+
+
+def found_rules(
+    blocks: rules.Blocks, origin: list[tuple[str, int]], rounding: Rounding, satfinite: bool, claimed: bool
+) -> Found:
+    """The rules that these blocks obey, next to the definition of a mode. origin: names of cases, and their blocks."""
+    found = Found(rounding.name, satfinite, claimed)
+    wanted = rules.as_defined(rounding, satfinite)
+    for aspect, verdict in rules.judge(blocks).items():
+        obeyed, want = verdict.obeyed, wanted[aspect]
+        found.judged[aspect] = verdict.judged
+        found.verdicts[aspect] = want if want in obeyed else " or ".join(obeyed[:2])
+        if not verdict.judged or want in obeyed:
+            continue
+        if obeyed:
+            found.broken[aspect] = f"{found.verdicts[aspect]}, where the definition has: {want}"
+        else:
+            some = [rule for rule, count in verdict.obeying.items() if count]
+            best = sorted(some, key=verdict.obeying.__getitem__, reverse=True)
+            found.verdicts[aspect] = "no rule of these"
+            parts = [
+                f"{rule}: {verdict.obeying[rule]} of {verdict.judged} blocks, first broken by\n"
+                + show_input(blocks, origin, verdict.first[rule])
+                for rule in best
+            ]
+            found.broken[aspect] = "no rule holds for all blocks\n" + "\n".join(parts)
+    return found
+
+
+def _float(x: np.floating) -> str:
+    return f"0x{int(np.float32(x).view(np.uint32)):08x} ({float(x):.9g})"
+
+
+def show_input(blocks: rules.Blocks, origin: list[tuple[str, int]], block: int) -> str:
+    """Where a block is, its amax and its scale."""
+    amax, sf, start = blocks.amax[block], int(blocks.sf[block]), 0
+    for name, size in origin:
+        if block < start + size:
+            return f"  {name}, block {block - start}: amax {_float(amax)}, scale {_scale(sf)}"
+        start += size
+    raise IndexError(block)
+
+
+def _scale(sf: int) -> str:
+    return f"{sf:08b} ({'NaN' if sf == E8M0_NAN else f'2^{sf - 127}'})"
+
+
+def show_block(
+    found: rules.Blocks, expected: rules.Blocks, block: int, rounding: Rounding, satfinite: bool
+) -> str:  # fmt: skip
+    """A block that differs: its input, and the first differing bytes of both sides."""
+    aspect = rules.broken_aspect(found, block, rounding, satfinite)
+    lines = [f"block {block}: amax {_float(found.amax[block])}"]
+    got, want = int(found.sf[block]), int(expected.sf[block])
+    lines.append(f"  scale       {_scale(got)}" + (f", expected {_scale(want)}" if got != want else ""))
+    differ = found.q[block] != expected.q[block]
+    if differ.any():
+        i = int(np.argmax(differ))
+        q, w = (show_bits(int(of.q[block, i]), of.q.dtype) for of in (found, expected))
+        lines.append(f"  element {i:2}  {q}, expected {w}, of x = {_float(found.x[block, i])}; {differ.sum()} differ")
+    if aspect:
+        rule = rules.as_defined(rounding, satfinite)[aspect]
+        text = f": {rules.TEXT[rule]}" if rule in rules.TEXT else ""
+        lines.append(f"  breaks the rule of {aspect}: {rule}{text}")
+    return "\n".join(lines)
+
+
+def run(backend: Backend, only: str = "") -> Report:
+    """Run all cases of a backend's ops. only: a part of the names of cases."""
+    runner = Runner(backend)
+    offered = [op for op in DEFINITIONS if op in backend.ops]
+    chosen = {name: case for name, case in CONFORMANCE.items() if case.op in offered and only in name}
+    for name, case in chosen.items():
+        runner.run(name, case)
+    for op in dict.fromkeys(case.op for case in chosen.values()):
+        runner.find_rules(op)
+    runner.report.lacking = sorted({case.op for case in CONFORMANCE.values()} - set(offered))
+    return runner.report
