@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from ..cases import Arrays, Case
 from ..formats import Rounding
 from ..launch import fail
@@ -27,7 +29,8 @@ class LackingError(Exception):
 class Backend:
     """name: of the module. ops: functions by name. marks: attributes of the module, such as FP8_TENSOR_CORES.
 
-    mode: rounding and satfinite of functions without these options, as far as the module claims them.
+    mode: rounding and satfinite of functions without these options, as far as the module claims them. packages: of
+    which a report states the versions. source: where formulas are transcribed from, "" for the library itself.
     """
 
     name: str
@@ -35,13 +38,21 @@ class Backend:
     marks: Mapping[str, Any] = field(default_factory=dict)
     mode: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def packages(self) -> tuple[str, ...]:
+        return tuple(self.marks.get("PACKAGES", ()))
+
+    @property
+    def source(self) -> str:
+        return self.marks.get("SOURCE", "")
+
     def offers(self, what: str) -> bool:
         """Whether it has an op, an optional function or a mark."""
         return what in self.ops or bool(self.marks.get(what, False))
 
-    def has_one_rule(self, op: str) -> bool:
-        """Whether its function takes no `rounding`, though the definition has one."""
-        return "rounding" in defaults(op) and not _accepts(self.ops[op], "rounding")
+    def fixed(self, op: str) -> list[str]:
+        """The options of `MODE` that the definition has and the function lacks."""
+        return [name for name in MODE if name in defaults(op) and not _accepts(self.ops[op], name)]
 
     def call(self, case: Case, arrays: Arrays, mode: Mapping[str, Any]) -> tuple[Any, ...]:
         """The outputs of a case for its arrays. mode: the rule of a function that has one.
@@ -60,15 +71,19 @@ class Backend:
                     raise LackingError(f"a case of another rule than {show_mode(mode)}")
                 raise LackingError(f"no option {name}={value!r}")
         try:
-            got = function(*arrays, **options)
+            with np.errstate(all="ignore"):  # overflow and NaN are among the cases
+                got = function(*arrays, **options)
         except NotImplementedError as error:
             raise LackingError(str(error) or "not implemented") from None
         return tuple(got) if isinstance(got, tuple | list) else (got,)
 
 
 def show_mode(mode: Mapping[str, Any]) -> str:
-    """RCEIL, or FLOOR, satfinite."""
-    return f"{Rounding(mode['rounding']).name}{', satfinite' * bool(mode['satfinite'])}"
+    """RCEIL, or FLOOR, satfinite; a part of it where the function has one of the options."""
+    said = [Rounding(mode["rounding"]).name] if "rounding" in mode else []
+    if "satfinite" in mode:
+        said += ["satfinite"] if mode["satfinite"] else ["not satfinite"] if not said else []
+    return ", ".join(said)
 
 
 def defaults(op: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ small blocks         scales of other finite blocks
 zeros                scales of blocks of zeros
 elements             elements in range: |x / scale| <= 464, which round to 448 or less; scale byte 1 or more
 sign of zero         the sign of elements that round to zero
-elements at byte 0   elements in range under the smallest scale
-overflow             elements beyond the range
+elements at byte 0   elements under the smallest scale
+overflow             elements beyond the range; scale byte 1 or more
 infinity             scales and elements of blocks with an infinity and no NaN
 NaN                  scales and elements of blocks with a NaN
 
@@ -17,6 +17,7 @@ Elements are judged under the scale that the quantizer wrote, so that a wrong sc
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from ..formats import E4M3_EMAX, E4M3_MAX, E4M3_NAN, E8M0_BIAS, Rounding
@@ -121,6 +122,18 @@ TEXT = {
 }
 
 
+def _log2_in_its_dtype(b: Blocks) -> Array:
+    """As log(quotient) / log(2), each step rounded to the dtype of x. Values of bf16 are taken as bf16."""
+    of_bf16 = (b.x.view(np.uint32) & 0xFFFF == 0).all(-1)
+
+    def rounded(x: Array) -> Array:
+        return np.where(of_bf16, x.astype(ml_dtypes.bfloat16).astype(F32), x)
+
+    log = rounded(np.log(rounded(_finite_amax(b.amax) / F32(E4M3_MAX))))
+    exponent = np.ceil(rounded(log / rounded(np.full(len(log), np.log(2), F32))))
+    return b.sf == np.clip(exponent + E8M0_BIAS, 0, 254)
+
+
 def _scale(of: Callable[[Array], Array]) -> Rule:
     return lambda b: b.sf == of(b.amax)
 
@@ -147,11 +160,11 @@ def _small_rules(base: Callable[[Array], Array]) -> dict[str, Rule]:
         return b.sf == np.where(b.amax == 0, 0, np.clip(e - (m == 0.5) + E8M0_BIAS, 0, 254))
 
     return {
-        "the same, from byte 0 on": lambda b: b.sf == base(b.amax),
-        "the same, of the exact quotient": exact,
-        "the same, from byte 1 on": lambda b: b.sf == np.maximum(base(b.amax), 1),
+        "same rounding, down to byte 0": lambda b: b.sf == base(b.amax),
+        "same rounding, of the exact quotient": exact,
+        "same rounding, down to byte 1": lambda b: b.sf == np.maximum(base(b.amax), 1),
         "byte 1 for quotients up to 2^-127": stepped,
-        "the same, subnormal numbers as zeros": flushed,
+        "same rounding, subnormal numbers as zeros": flushed,
         "amax at least 1e-4": lambda b: b.sf == base(np.maximum(b.amax, F32(1e-4))),
         "scale 1 for quotients below 2^-63": lambda b: b.sf == np.where(ratio(b) < F32(2.0**-63), 127, base(b.amax)),
     }
@@ -186,12 +199,12 @@ def _without_subnormals(x: Array) -> Array:
     return to_e4m3(np.where(np.abs(x) < 2.0**-6, 0, x))
 
 
-def _under(exponent: int) -> Rule:
+def _under(exponent: int, rounded: Callable[[Array], Array] = to_e4m3) -> Rule:
     """Elements of byte 0 under 2^exponent."""
 
     def obeys(b: Blocks) -> Array:
         with np.errstate(over="ignore"):
-            want = to_e4m3(b.x.astype(np.float64) / 2.0**exponent)
+            want = rounded(b.x.astype(np.float64) / 2.0**exponent)
         return (b.q == want) | ((want & ZERO_BITS == 0) & (b.q & ZERO_BITS == 0))
 
     return obeys
@@ -207,6 +220,16 @@ def _in_range(b: Blocks) -> Array:
 
 def _beyond(b: Blocks) -> Array:
     return b.finite[:, None] & (b.sf < 255)[:, None] & (np.abs(b.scaled) > LAST_IN_RANGE)
+
+
+def _at_byte_0(b: Blocks) -> Array:
+    return b.finite[:, None] & (b.sf == 0)[:, None]
+
+
+def _over_zero(b: Blocks) -> Array:
+    """Subnormal numbers are zeros, the smallest scale too: 0 / 0 is NaN, other quotients are infinite and saturate."""
+    zero = np.abs(b.x) < np.finfo(F32).tiny
+    return np.where(zero, b.q & ZERO_BITS == E4M3_NAN, b.q & ZERO_BITS == 0x7E)
 
 
 # --- infinity and NaN --------------------------------------------------------------------------------------
@@ -263,7 +286,8 @@ def aspects(rounding: str = "RCEIL") -> dict[str, Aspect]:
     return {
         "scale": Aspect(
             lambda b: b.finite & (b.amax >= LARGE),
-            {name: _scale(of) for name, of in ROUNDINGS.items()},
+            {name: _scale(of) for name, of in ROUNDINGS.items()}
+            | {"RCEIL by log(x) / log(2) in the dtype of x": _log2_in_its_dtype},
         ),
         "small blocks": Aspect(lambda b: b.finite & (b.amax < LARGE) & (b.amax > 0), _small_rules(base)),
         "zeros": Aspect(lambda b: b.amax == 0, codes),
@@ -281,15 +305,21 @@ def aspects(rounding: str = "RCEIL") -> dict[str, Aspect]:
             {
                 "kept": lambda b: (b.q == SIGN) == np.signbit(b.x),
                 "positive": lambda b: b.q == 0,
-                "of rounded values, not of zeros": lambda b: (b.q == SIGN) == (np.signbit(b.x) & (b.x != 0)),
+                "lost where fp32(x / scale) is zero": lambda b: (b.q == SIGN) == (b.scaled.astype(F32) < 0),
             },
         ),
         "elements at byte 0": Aspect(
-            lambda b: _in_range(b) & (b.sf == 0)[:, None] & (b.x != 0),
-            {"scale 2^-127": _under(-127), "scale 2^-126": _under(-126), "scale 1": _under(0)},
+            _at_byte_0,
+            {
+                "scale 2^-127": _under(-127),
+                "scale 2^-126": _under(-126),
+                "scale 1": _under(0),
+                "scale 2^-127, ties away from zero": _under(-127, _away),
+                "scale 0 and subnormal numbers as zeros": _over_zero,
+            },
         ),
         "overflow": Aspect(
-            _beyond,
+            lambda b: _beyond(b) & (b.sf > 0)[:, None],
             {
                 "saturates": lambda b: b.q == (0x7E | np.where(np.signbit(b.x), SIGN, 0)),
                 "NaN": lambda b: b.q & ZERO_BITS == E4M3_NAN,
@@ -311,8 +341,10 @@ def aspects(rounding: str = "RCEIL") -> dict[str, Aspect]:
             {
                 "NaN block": _whole(255, _nan_block),
                 "NaN block, elements with their sign": _whole(255, _signed_nans),
-                "scale of the others, NaN elements 0x7F": _of_the_others(base, False),
-                "scale of the others, NaN elements with their sign": _of_the_others(base, True),
+                "byte 0, elements of any bytes": _whole(0),
+                "byte 254, elements of any bytes": _whole(254),
+                "scale without the NaN, which is 0x7F": _of_the_others(base, False),
+                "scale without the NaN, which keeps its sign": _of_the_others(base, True),
                 "byte 255, elements of any bytes": _whole(255),
             },
         ),
@@ -343,17 +375,18 @@ def judge(blocks: Blocks, names: Iterable[str] = ()) -> dict[str, Verdict]:
     """Aspect -> Verdict. names: some aspects, of which "scale" is the first; all by default."""
     found: dict[str, Verdict] = {}
     for name in names or aspects():
-        judged_by = aspects(found["scale"].best if "scale" in found else "RCEIL")[name]
-        judged = judged_by.judged(blocks)
-        of = judged if judged.ndim == 1 else judged.any(-1)
+        aspect = aspects(found["scale"].best if "scale" in found else "RCEIL")[name]
+        judged = aspect.judged(blocks)
+        at = np.flatnonzero(judged if judged.ndim == 1 else judged.any(-1))
+        some, judged = Blocks(*(part[at] for part in blocks)), judged[at]
         obeying, first = {}, {}
-        for rule, obeys in judged_by.rules.items():
-            kept = obeys(blocks) | ~judged
+        for rule, obeys in aspect.rules.items() if len(at) else ():
+            kept = obeys(some) | ~judged
             kept = kept if kept.ndim == 1 else kept.all(-1)
-            obeying[rule] = int((kept & of).sum())
+            obeying[rule] = int(kept.sum())
             if not kept.all():
-                first[rule] = int(np.argmin(kept))
-        found[name] = Verdict(int(of.sum()), obeying, first)
+                first[rule] = int(at[np.argmin(kept)])
+        found[name] = Verdict(len(at), obeying, first)
     return found
 
 
@@ -361,7 +394,7 @@ def as_defined(rounding: Rounding, satfinite: bool) -> dict[str, str]:
     """The rules of the definition: aspect -> rule."""
     return {
         "scale": rounding.name,
-        "small blocks": "the same, from byte 0 on",
+        "small blocks": "same rounding, down to byte 0",
         "zeros": "byte 0",
         "elements": "to nearest, ties to even",
         "sign of zero": "kept",

@@ -1,8 +1,9 @@
 """Runs the cases on a backend, and finds the rules that its quantizers obey."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from .cases import CONFORMANCE
 from .compare import DifferentError, show_bits
 from .definitions import DEFINITIONS
 
+MOST_RULES = 4
+"""Of a mixture: the rules that are shown, each with the first block that breaks it."""
 Options = Mapping[str, Any]
 Quantized = tuple[Array, Array, Array]
 """x (..., K), q (..., K), sf (..., K/32)."""
@@ -95,9 +98,12 @@ class Found:
 
 @dataclass
 class Report:
-    """ops: op -> Ran. rules: op or "op, mode" -> Found. lacking: ops of the table that the backend does not have."""
+    """ops: op -> Ran. rules: op or "op, mode" -> Found. lacking: ops of the table that the backend does not have.
+    versions: package -> version. source: of transcribed formulas."""
 
     backend: str
+    versions: dict[str, str] = field(default_factory=dict)
+    source: str = ""
     ops: dict[str, Ran] = field(default_factory=dict)
     rules: dict[str, Found] = field(default_factory=dict)
     lacking: list[str] = field(default_factory=list)
@@ -113,24 +119,30 @@ def to_blocks(quantized: list[Quantized]) -> rules.Blocks:
     return rules.Blocks(*map(np.concatenate, zip(*parts, strict=True)))
 
 
+def digest(outputs: Sequence[Array]) -> str:
+    """Of all bytes of a call's outputs."""
+    return hashlib.sha1(b"".join(np.ascontiguousarray(x).tobytes() for x in outputs)).hexdigest()[:10]
+
+
 class Runner:
     """One run of a backend. A function with one rule is called with all blocks first, which find its rule."""
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.report = backend, Report(backend.name)
+        versions = {package: metadata.version(package) for package in backend.packages}
+        self.backend, self.report = backend, Report(backend.name, versions, backend.source)
         self._modes: dict[str, dict[str, Any]] = {}
         self._blocks: dict[str, dict[tuple[Rounding, bool], list[tuple[str, Quantized]]]] = {}
 
     def mode(self, op: str) -> dict[str, Any]:
-        """The mode of a function without the option `rounding`: claimed, or the one that most blocks obey."""
-        if not self.backend.has_one_rule(op):
-            return {}
-        if op not in self._modes:
+        """The options of a mode that a function lacks: as claimed, or as most blocks obey."""
+        fixed = self.backend.fixed(op)
+        if fixed and op not in self._modes:
             claimed = dict(self.backend.mode)
-            if not set(MODE) <= claimed.keys() and (found := self._detect(op)):
-                claimed = found | claimed
-            self._modes[op] = {"rounding": Rounding.RCEIL, "satfinite": False} | claimed
-        return self._modes[op]
+            if not set(fixed) <= claimed.keys():
+                claimed = self._detect(op) | claimed
+            known = {"rounding": Rounding.RCEIL, "satfinite": False} | claimed
+            self._modes[op] = {name: known[name] for name in fixed}
+        return self._modes.get(op, {})
 
     def outputs(self, case: Case) -> tuple[Any, ...]:
         """Of a case, in the mode of its function. Raises LackingError as of `Backend.call`."""
@@ -151,7 +163,7 @@ class Runner:
         for case in self._plain_cases(op).values() if op in QUANTIZED else ():
             try:
                 arrays, want = check.definition(case)
-                got = self.backend.call(case, arrays, {"rounding": Rounding.RCEIL, "satfinite": False})
+                got = self.backend.call(case, arrays, dict(zip(MODE, (Rounding.RCEIL, False), strict=True)))
                 check.require_types(got, want)
             except Exception:  # which the case itself reports
                 continue
@@ -175,7 +187,7 @@ class Runner:
             ran.differ[name] = f"raised {type(error).__name__}: {error}"
             return
         self._keep(name, case, got)
-        ran.digests[name] = hashlib.sha1(b"".join(np.ascontiguousarray(x).tobytes() for x in got)).hexdigest()[:10]
+        ran.digests[name] = digest(got)
         try:
             self.require(case, got)
         except AssertionError as error:
@@ -222,7 +234,7 @@ class Runner:
         """Judge the blocks of the cases that ran, under each mode of an op."""
         for (rounding, satfinite), named in self._blocks.get(op, {}).items():
             key = op if len(self._blocks[op]) == 1 else f"{op}, {rounding.name}{', satfinite' * satfinite}"
-            claimed = not self.backend.has_one_rule(op) or set(MODE) <= self.backend.mode.keys()
+            claimed = set(self.backend.fixed(op)) <= self.backend.mode.keys()
             origin = [(name, sf.size) for name, (_, _, sf) in named]
             blocks = to_blocks([part for _, part in named])
             self.report.rules[key] = found_rules(blocks, origin, rounding, satfinite, claimed)
@@ -248,7 +260,7 @@ def found_rules(
             found.broken[aspect] = f"{found.verdicts[aspect]}, where the definition has: {want}"
         else:
             some = [rule for rule, count in verdict.obeying.items() if count]
-            best = sorted(some, key=verdict.obeying.__getitem__, reverse=True)
+            best = sorted(some, key=verdict.obeying.__getitem__, reverse=True)[:MOST_RULES]
             found.verdicts[aspect] = "no rule of these"
             parts = [
                 f"{rule}: {verdict.obeying[rule]} of {verdict.judged} blocks, first broken by\n"

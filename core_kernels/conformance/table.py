@@ -15,7 +15,10 @@ DOCUMENTED = (
 
 def show(report: Report) -> str:
     """A line for each op, the rules of its quantizers, the first difference of each op, and skipped cases."""
-    lines = [f"{report.backend}", "", f"{'op':24}{'agree':>7}{'differ':>8}{'skipped':>9}"]
+    lines = [", ".join([report.backend, *(f"{name} {version}" for name, version in report.versions.items())])]
+    if report.source:
+        lines.append(f"transcribed, not the library: {report.source}")
+    lines += ["", f"{'op':24}{'agree':>7}{'differ':>8}{'skipped':>9}"]
     for op, ran in report.ops.items():
         lines.append(f"{op:24}{len(ran.agree):7}{len(ran.differ):8}{len(ran.skipped):9}")
     lacking = [op for op in DOCUMENTED if op in report.lacking]
