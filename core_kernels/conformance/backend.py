@@ -59,6 +59,7 @@ class Backend:
 
         Raises:
             LackingError: no such op, an option that the function lacks, a call that it does not implement.
+            TypeError: an output that is no numpy array.
         """
         function = self.ops.get(case.op)
         if function is None:
@@ -72,10 +73,21 @@ class Backend:
                 raise LackingError(f"no option {name}={value!r}")
         try:
             with np.errstate(all="ignore"):  # overflow and NaN are among the cases
-                got = function(*arrays, **options)
+                # Copies, since cases share their arrays and a function may write to them.
+                got = function(*(np.array(x, order="C") for x in arrays), **options)
         except NotImplementedError as error:
             raise LackingError(str(error) or "not implemented") from None
-        return tuple(got) if isinstance(got, tuple | list) else (got,)
+        outputs = tuple(got) if isinstance(got, tuple | list) else (got,)
+        for i, x in enumerate(outputs):
+            if not isinstance(x, np.ndarray):
+                fail(
+                    TypeError,
+                    case.op,
+                    f"output {i}",
+                    f"{type(x).__module__}.{type(x).__name__}",
+                    "allowed: a numpy array",
+                )
+        return outputs
 
 
 def show_mode(mode: Mapping[str, Any]) -> str:

@@ -216,6 +216,22 @@ def test_an_exception_and_a_wrong_type_are_differences() -> None:
     assert message.splitlines()[0] == "returns float32[256, 256], expected bfloat16[256, 256]"
 
 
+def test_an_output_that_is_no_array_is_a_difference() -> None:
+    found = report("dequantize", dequantize=lambda q, sf: [oracle.dequantize(q, sf).tolist()])
+    (message,) = found.ops["dequantize"].differ.values()
+    assert message == "raised TypeError: dequantize: output 0: got builtins.list; allowed: a numpy array"
+
+
+def test_a_function_may_write_to_its_inputs() -> None:
+    def quantize_row(x: Array) -> Pair:
+        q, sf = oracle.quantize_row(x)
+        x[...] = 0
+        return q, sf
+
+    assert report(quantize_row=quantize_row).agrees
+    assert report(quantize_row=lambda x: oracle.quantize_row(x)).agrees
+
+
 def test_another_op_shows_its_rule() -> None:
     def combine(rows: Array, slots: Array, probs: Array, out_dtype: str = "bfloat16") -> Array:
         out = np.array(DEFINITIONS["combine"](rows, slots, probs, out_dtype))
