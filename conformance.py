@@ -7,7 +7,8 @@ import sys
 
 from mxep.core_kernels.conformance.backend import Backend, load, of_module
 from mxep.core_kernels.conformance.command import main
-from mxep.core_kernels.conformance.runner import Report, run
+from mxep.core_kernels.conformance.report import Report
+from mxep.core_kernels.conformance.runner import run
 from mxep.core_kernels.conformance.table import show, to_json
 
 __all__ = ["Backend", "Report", "load", "main", "of_module", "run", "show", "to_json"]

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
@@ -10,17 +9,17 @@ import numpy as np
 
 from ..cases import Arrays, Case
 from ..combine.oracle import combine_bwd
-from ..formats import BLOCK, E8M0_NAN, Rounding
+from ..formats import BLOCK, Rounding
 from ..oracle_math import Array
 from ..swiglu.oracle import swiglu
 from . import check, rules
 from .backend import MODE, Backend, LackingError
+from .blocks import Blocks
 from .cases import CONFORMANCE
-from .compare import DifferentError, show_bits
+from .compare import DifferentError
 from .definitions import DEFINITIONS
+from .report import Ran, Report, found_rules, show_block
 
-MOST_RULES = 4
-"""Of a mixture: the rules that are shown, each with the first block that breaks it."""
 Options = Mapping[str, Any]
 Quantized = tuple[Array, Array, Array]
 """x (..., K), q (..., K), sf (..., K/32)."""
@@ -69,54 +68,10 @@ RULE = {
 """First letters of ops -> what the definition says."""
 
 
-@dataclass
-class Ran:
-    """The cases of an op. differ: name of a case -> the message. skipped: name -> the reason. digests: name of a case
-    -> of its outputs."""
-
-    agree: list[str] = field(default_factory=list)
-    differ: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Found:
-    """The rules of a quantizer under one mode.
-
-    verdicts: aspect -> the rule that all blocks obey, or rules that these blocks do not tell apart; "" where none was
-    judged. broken: aspect -> why the definition does not hold.
-    """
-
-    rounding: str
-    satfinite: bool
-    claimed: bool
-    verdicts: dict[str, str] = field(default_factory=dict)
-    judged: dict[str, int] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class Report:
-    """ops: op -> Ran. rules: op or "op, mode" -> Found. lacking: ops of the table that the backend does not have.
-    versions: package -> version. source: of transcribed formulas."""
-
-    backend: str
-    versions: dict[str, str] = field(default_factory=dict)
-    source: str = ""
-    ops: dict[str, Ran] = field(default_factory=dict)
-    rules: dict[str, Found] = field(default_factory=dict)
-    lacking: list[str] = field(default_factory=list)
-
-    @property
-    def agrees(self) -> bool:
-        return not any(ran.differ for ran in self.ops.values())
-
-
-def to_blocks(quantized: list[Quantized]) -> rules.Blocks:
+def to_blocks(quantized: list[Quantized]) -> Blocks:
     """All blocks of 32, one after the other."""
     parts = [(x.astype(np.float32).reshape(-1, BLOCK), q.reshape(-1, BLOCK), sf.reshape(-1)) for x, q, sf in quantized]
-    return rules.Blocks(*map(np.concatenate, zip(*parts, strict=True)))
+    return Blocks(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def digest(outputs: Sequence[Array]) -> str:
@@ -242,71 +197,6 @@ class Runner:
 
 def mode_of(options: Options) -> dict[str, Any]:
     return {"rounding": Rounding(options.get("rounding", 0)), "satfinite": bool(options.get("satfinite", False))}
-
-
-def found_rules(
-    blocks: rules.Blocks, origin: list[tuple[str, int]], rounding: Rounding, satfinite: bool, claimed: bool
-) -> Found:
-    """The rules that these blocks obey, next to the definition of a mode. origin: names of cases, and their blocks."""
-    found = Found(rounding.name, satfinite, claimed)
-    wanted = rules.as_defined(rounding, satfinite)
-    for aspect, verdict in rules.judge(blocks).items():
-        obeyed, want = verdict.obeyed, wanted[aspect]
-        found.judged[aspect] = verdict.judged
-        found.verdicts[aspect] = want if want in obeyed else " or ".join(obeyed[:2])
-        if not verdict.judged or want in obeyed:
-            continue
-        if obeyed:
-            found.broken[aspect] = f"{found.verdicts[aspect]}, where the definition has: {want}"
-        else:
-            some = [rule for rule, count in verdict.obeying.items() if count]
-            best = sorted(some, key=verdict.obeying.__getitem__, reverse=True)[:MOST_RULES]
-            found.verdicts[aspect] = "no rule of these"
-            parts = [
-                f"{rule}: {verdict.obeying[rule]} of {verdict.judged} blocks, first broken by\n"
-                + show_input(blocks, origin, verdict.first[rule])
-                for rule in best
-            ]
-            found.broken[aspect] = "no rule holds for all blocks\n" + "\n".join(parts)
-    return found
-
-
-def _float(x: np.floating) -> str:
-    return f"0x{int(np.float32(x).view(np.uint32)):08x} ({float(x):.9g})"
-
-
-def show_input(blocks: rules.Blocks, origin: list[tuple[str, int]], block: int) -> str:
-    """Where a block is, its amax and its scale."""
-    amax, sf, start = blocks.amax[block], int(blocks.sf[block]), 0
-    for name, size in origin:
-        if block < start + size:
-            return f"  {name}, block {block - start}: amax {_float(amax)}, scale {_scale(sf)}"
-        start += size
-    raise IndexError(block)
-
-
-def _scale(sf: int) -> str:
-    return f"{sf:08b} ({'NaN' if sf == E8M0_NAN else f'2^{sf - 127}'})"
-
-
-def show_block(
-    found: rules.Blocks, expected: rules.Blocks, block: int, rounding: Rounding, satfinite: bool
-) -> str:  # fmt: skip
-    """A block that differs: its input, and the first differing bytes of both sides."""
-    aspect = rules.broken_aspect(found, block, rounding, satfinite)
-    lines = [f"block {block}: amax {_float(found.amax[block])}"]
-    got, want = int(found.sf[block]), int(expected.sf[block])
-    lines.append(f"  scale       {_scale(got)}" + (f", expected {_scale(want)}" if got != want else ""))
-    differ = found.q[block] != expected.q[block]
-    if differ.any():
-        i = int(np.argmax(differ))
-        q, w = (show_bits(int(of.q[block, i]), of.q.dtype) for of in (found, expected))
-        lines.append(f"  element {i:2}  {q}, expected {w}, of x = {_float(found.x[block, i])}; {differ.sum()} differ")
-    if aspect:
-        rule = rules.as_defined(rounding, satfinite)[aspect]
-        text = f": {rules.TEXT[rule]}" if rule in rules.TEXT else ""
-        lines.append(f"  breaks the rule of {aspect}: {rule}{text}")
-    return "\n".join(lines)
 
 
 def run(backend: Backend, only: str = "") -> Report:

@@ -4,7 +4,7 @@ import textwrap
 from dataclasses import asdict
 from typing import Any
 
-from .runner import Found, Report
+from .report import Found, Report
 
 DOCUMENTED = (
     *("quantize_row", "quantize_col", "dequantize", "block_scales", "grouped_mm_mx", "permute_rows", "combine"),

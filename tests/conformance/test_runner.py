@@ -14,6 +14,7 @@ from mxep import conformance
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.cases import seeded
 from mxep.core_kernels.conformance import check, rules, table
+from mxep.core_kernels.conformance.blocks import Blocks
 from mxep.core_kernels.conformance.cases import CONFORMANCE, TABLES
 from mxep.core_kernels.conformance.definitions import DEFINITIONS
 from mxep.core_kernels.formats import Rounding
@@ -172,12 +173,12 @@ def test_every_byte_of_a_block_is_judged(rounding: Rounding) -> None:
     """In blocks of every kind, a flipped bit of an element or of the scale breaks a rule, and no other byte does."""
     x = np.concatenate([value.astype(np.float32).reshape(-1, 32) for value in MATRICES.values()])
     q, sf = (np.array(part) for part in oracle.quantize_row(x, rounding))
-    blocks = rules.Blocks(x, q, sf[:, 0])
+    blocks = Blocks(x, q, sf[:, 0])
     rng, aspects = seeded("bits"), rules.aspects(rounding.name)
     kinds = [np.flatnonzero(of.judged(blocks).reshape(len(x), -1).any(-1)) for of in aspects.values()]
     for kind in kinds:
         for block in rng.choice(kind, 4) if len(kind) else ():
-            one = rules.Blocks(x[block : block + 1], q[block : block + 1].copy(), sf[block].copy())
+            one = Blocks(x[block : block + 1], q[block : block + 1].copy(), sf[block].copy())
             assert not rules.broken_aspect(one, 0, rounding, False)
             at, bit = rng.integers(0, 33), np.uint8(1 << rng.integers(0, 8))
             changed = one.sf if at == 32 else one.q[0, at : at + 1]

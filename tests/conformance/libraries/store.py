@@ -17,7 +17,8 @@ from mxep.core_kernels.cases import MODES
 from mxep.core_kernels.conformance.backend import load
 from mxep.core_kernels.conformance.cases import CONFORMANCE
 from mxep.core_kernels.conformance.check import definition
-from mxep.core_kernels.conformance.runner import Report, digest, run
+from mxep.core_kernels.conformance.report import Report
+from mxep.core_kernels.conformance.runner import digest, run
 from mxep.core_kernels.quantize.cases import MATRICES
 
 DOCS = Path(__file__).parents[3] / "docs"
