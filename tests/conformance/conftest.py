@@ -17,7 +17,9 @@ WITHOUT_ADAPTER = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--backend", action="append", help="adapter of tests/conformance: cpp, triton, torch, jax or a module's name"
+        "--backend",
+        action="append",
+        help="adapter of tests/conformance: oracle, cpp, triton, torch, jax or a module's name",
     )
 
 

@@ -6,9 +6,11 @@
 | triton | Triton's interpreter, through the torch frontend's launcher; outputs are poisoned too | TRITON_INTERPRET=1 |
 | torch | the public functions of `mxep.torch_frontend`, on the GPU where there is one | normal |
 | jax | the public functions of `mxep.jax_frontend`, under `jax.jit` | normal |
+| oracle | the definitions, with the option alone | normal |
 
 `pytest tests/conformance --backend NAME` runs the cases with the adapter NAME: one of these, or a module of your own.
-Without the option all adapters run that the process allows.
+Without the option all adapters but oracle run that the process allows.
+`python -m mxep.conformance tests.conformance.backends.NAME` prints a table of the cases.
 """
 
 import os
@@ -30,7 +32,7 @@ from ..layer.layers import LAYERS, RUNS
 Array = np.ndarray
 
 INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
-ADAPTERS = ("cpp", "triton", "torch", "jax")
+ADAPTERS = ("oracle", "cpp", "triton", "torch", "jax")
 DEFAULT = ("triton",) if INTERPRETER else ("cpp", "torch", "jax")
 
 BYTES = KERNEL_OPS.keys() - PRODUCTS

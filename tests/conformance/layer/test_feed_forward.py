@@ -9,9 +9,14 @@ from mxep.core_kernels.conformance.cases import FEED_FORWARD
 from ..backends import adapter, loaded
 from .layers import RUNS
 
+REST = [name for name in FEED_FORWARD if name != "swiglu_ffn-one_term"]
+"""JAX compiles each; other tests of this folder compare a feed-forward in dB."""
+
 
 @pytest.mark.needs("swiglu_ffn")
-@pytest.mark.parametrize("name", FEED_FORWARD)
+@pytest.mark.parametrize(
+    "name", ["swiglu_ffn-one_term", *(pytest.param(name, marks=pytest.mark.slow) for name in REST)]
+)
 def test_the_feed_forward_is_as_defined(backend: str, name: str) -> None:
     case = FEED_FORWARD[name]
 
