@@ -7,7 +7,7 @@ op in order, and the options that it has by keyword. It raises NotImplementedErr
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import Any
 
 import numpy as np
@@ -29,18 +29,15 @@ class LackingError(Exception):
 class Backend:
     """name: of the module. ops: functions by name. marks: attributes of the module, such as FP8_TENSOR_CORES.
 
-    mode: rounding and satfinite of functions without these options, as far as the module claims them. packages: of
-    which a report states the versions. source: where formulas are transcribed from, "" for the library itself.
+    mode: rounding and satfinite of functions without these options, as far as the module claims them. versions: of
+    its PACKAGES. source: where formulas are transcribed from, "" for the library itself.
     """
 
     name: str
     ops: Mapping[str, Callable]
     marks: Mapping[str, Any] = field(default_factory=dict)
     mode: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return tuple(self.marks.get("PACKAGES", ()))
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -115,8 +112,23 @@ def _accepts(function: Callable, option: str) -> bool:
 def of_module(name: str, module: Any) -> Backend:
     """The backend of a module.
 
+    Args:
+        name: of the report.
+        module: functions by the names of ops, or `OPS`; optional `ROUNDING`, `SATFINITE`, `PACKAGES` and `SOURCE`.
+
+    Returns:
+        The backend.
+
     Raises:
         ValueError: a module without a function of an op, or with a wrong claim.
+        ImportError: one of its `PACKAGES` is not installed.
+
+    Example:
+        >>> from types import ModuleType
+        >>> module = ModuleType("mine")
+        >>> module.permute_rows = lambda x, row_map: x[row_map]
+        >>> of_module("mine", module).offers("permute_rows")
+        True
     """
     marks = vars(module)
     ops = marks.get("OPS")
@@ -130,14 +142,25 @@ def of_module(name: str, module: Any) -> Backend:
         mode["rounding"] = Rounding.parse(marks["ROUNDING"], "mxep.conformance", "ROUNDING")
     if "SATFINITE" in marks:
         mode["satfinite"] = bool(marks["SATFINITE"])
-    return Backend(name, ops, marks, mode)
+    versions = {package: metadata.version(package) for package in marks.get("PACKAGES", ())}
+    return Backend(name, ops, marks, mode, versions)
 
 
 def load(name: str) -> Backend:
     """The backend of the module `name`.
 
+    Args:
+        name: dotted, of a module that Python can import.
+
+    Returns:
+        The backend.
+
     Raises:
-        ImportError: no such module.
+        ImportError: no such module, or as of `of_module`.
         ValueError: as of `of_module`.
+
+    Example:
+        >>> sorted(load("mxep.core_kernels.scale_layout.oracle").ops)
+        ['block_scales', 'unblock_scales']
     """
     return of_module(name, import_module(name))

@@ -12,6 +12,7 @@ from ..permute import oracle as permute
 from ..quantize import oracle as quantize
 from ..quantize import oracle_blockwise as quantize_blockwise
 from ..reference import ffn
+from ..registry import OPS
 from ..router import oracle as router
 from ..routing import oracle as routing
 from ..scale_layout import oracle as scale_layout
@@ -33,5 +34,5 @@ def swiglu_ffn(x: Array, w1: Array, w3: Array, w2: Array, group_ends: Array, pro
 
 
 DEFINITIONS: dict[str, Callable] = {
-    name: value for oracle in ORACLES for name, value in vars(oracle).items() if callable(value)
+    name: value for oracle in ORACLES for name, value in vars(oracle).items() if name in OPS
 } | {"swiglu_ffn": swiglu_ffn}

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -83,8 +82,7 @@ class Runner:
     """One run of a backend. A function with one rule is called with all blocks first, which find its rule."""
 
     def __init__(self, backend: Backend) -> None:
-        versions = {package: metadata.version(package) for package in backend.packages}
-        self.backend, self.report = backend, Report(backend.name, versions, backend.source)
+        self.backend, self.report = backend, Report(backend.name, dict(backend.versions), backend.source)
         self._modes: dict[str, dict[str, Any]] = {}
         self._blocks: dict[str, dict[tuple[Rounding, bool], list[tuple[str, Quantized]]]] = {}
 
@@ -200,7 +198,21 @@ def mode_of(options: Options) -> dict[str, Any]:
 
 
 def run(backend: Backend, only: str = "") -> Report:
-    """Run all cases of a backend's ops. only: a part of the names of cases."""
+    """Run the cases of a backend's ops.
+
+    Args:
+        backend: of `load` or `of_module`.
+        only: a part of the names of cases that run; all by default.
+
+    Returns:
+        The report. `Report.agrees` is whether no case differs; what the backend lacks is in `skipped` and `lacking`.
+
+    Example:
+        >>> from mxep.conformance import load, run
+        >>> report = run(load("mxep.core_kernels.quantize.oracle"), "dequantize-")
+        >>> report.agrees, len(report.ops["dequantize"].agree)
+        (True, 5)
+    """
     runner = Runner(backend)
     offered = [op for op in DEFINITIONS if op in backend.ops]
     chosen = {name: case for name, case in CONFORMANCE.items() if case.op in offered and only in name}

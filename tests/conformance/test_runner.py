@@ -1,5 +1,6 @@
 """mxep.conformance: a backend that breaks one rule is reported with that rule, and one that breaks none agrees."""
 
+import doctest
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from mxep import conformance
 from mxep.core_kernels import oracle_math
 from mxep.core_kernels.cases import seeded
-from mxep.core_kernels.conformance import check, rules, table
+from mxep.core_kernels.conformance import backend, check, rules, runner, table
 from mxep.core_kernels.conformance.blocks import Blocks
 from mxep.core_kernels.conformance.cases import CONFORMANCE, TABLES
 from mxep.core_kernels.conformance.definitions import DEFINITIONS
@@ -265,6 +266,12 @@ def test_the_oracles_agree_with_the_first_case_of_every_op() -> None:
         check.as_defined(backend, CONFORMANCE[name], backend.call(CONFORMANCE[name], CONFORMANCE[name].arrays(), {}))
     assert set(table.DOCUMENTED) <= first.keys()
     assert len(CONFORMANCE) == 3 + sum(len(getattr(module, "CONFORMANCE", {})) for module in TABLES)
+
+
+@pytest.mark.parametrize("module", [backend, runner], ids=lambda module: module.__name__)
+def test_its_examples_run(module: ModuleType) -> None:
+    result = doctest.testmod(module)
+    assert (result.failed, result.attempted > 0) == (0, True)
 
 
 BACKEND = """
