@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from mxep.core_kernels.cases import Case
 from mxep.core_kernels.conformance.cases import TABLES
-from mxep.core_kernels.conformance.check import PRODUCTS, REST_UNSPECIFIED, specified
+from mxep.core_kernels.conformance.check import PRODUCTS
 from mxep.core_kernels.launch import ArrayType, KernelOp
 from mxep.core_kernels.registry import OPS
 
-__all__ = ["CASES", "FIRST", "OPS", "PRODUCTS", "REST_UNSPECIFIED", "TABLES", "sample", "sample_arrays", "specified"]
+__all__ = ["CASES", "FIRST", "OPS", "PRODUCTS", "TABLES", "sample", "sample_arrays"]
 CASES: dict[str, Case] = {name: case for table in TABLES for name, case in table.CASES.items()}
 FIRST = {case.op: case for case in reversed(CASES.values())}
 """The first case of each op."""

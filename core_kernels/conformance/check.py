@@ -9,7 +9,6 @@ import numpy as np
 
 from ..cases import Arrays, Case
 from ..grouped_gemm.folded import oracle_sm90
-from ..launch import KernelOp
 from ..registry import OPS
 from ..swiglu import oracle as swiglu_oracle
 from .backend import Backend
@@ -29,29 +28,6 @@ value of an expert with few rows, which rounds the other way: another matmul sum
 
 PRODUCTS = {name for name in OPS if name.startswith(("grouped_", "logits_"))}
 """Ops with an error bound; the others write exact bytes."""
-
-REST_UNSPECIFIED = {
-    "fold_groups", "quantize_both_fold", "requantize_col_fold", "permute_mx_col_fold", "swiglu_bwd_fold",
-}  # fmt: skip
-"""Ops whose results are unspecified past the last end. So are the results of others with optional ends, where a call
-has them."""
-
-
-def specified(op: KernelOp, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, or parts of them: up to the last end, if they are unspecified past it."""
-    if op.name not in REST_UNSPECIFIED and not (op.optional_ends and len(inputs) == len(op.inputs)):
-        return list(outputs)
-    ends = inputs[op.inputs.index("group_ends")]
-    if op.optional_ends and not len(ends):
-        return list(outputs)
-    end = max(int(ends[-1]), 0) if len(ends) else 0
-
-    def cut(name: str, x: Any) -> Any:
-        if name.startswith("span_sf") or name.endswith("_span_sf"):
-            return x  # slots, whose last ones are zeros
-        return x[..., :end] if name.endswith("_t") or op.name == "fold_groups" else x[:end]
-
-    return [cut(name, x) for name, x in zip(op.outputs, outputs, strict=True)]
 
 
 @lru_cache(maxsize=1)
@@ -95,7 +71,7 @@ def with_rest(case: Case, arrays: Arrays, got: Sequence[Array], want: Arrays) ->
     if case.op not in OPS:
         return list(got)
     op, filled = OPS[case.op], [np.array(w) for w in want]
-    for part, found in zip(specified(op, arrays, filled), specified(op, arrays, got), strict=True):
+    for part, found in zip(op.specified(arrays, filled), op.specified(arrays, got), strict=True):
         part[...] = found
     return filled
 

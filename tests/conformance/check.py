@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mxep.core_kernels.cases import Case
 from mxep.core_kernels.conformance import check
-from mxep.core_kernels.conformance.check import FP8_CHAIN, definition, specified
+from mxep.core_kernels.conformance.check import FP8_CHAIN, definition
 from mxep.core_kernels.grouped_gemm.exact import oracle
 from mxep.core_kernels.registry import OPS
 
