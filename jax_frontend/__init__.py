@@ -5,6 +5,7 @@ The layer      moe (init, apply, sharded_apply, specs), MoEConfig, RouterConfig,
 The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights
+Dense layers   dense, sharded_dense (docs/guides/linear.md)
 Recipes        Recipe, RECIPES
 Rows           MXArray, gather_rows, weighted_combine
 Programs       save_mx_rows (ops/remat.py lists the names), export_checks, lower_for
@@ -33,6 +34,7 @@ from .exchange.combine import combine
 from .exchange.dispatch import dispatch, dispatch_probs
 from .exchange.rows import gather_rows, weighted_combine
 from .layer import moe
+from .layer.linear import sharded_dense
 from .layer.moe import MoEStats
 from .layer.moe_params import MoEConfig
 from .layer.numerics import numerics_report
@@ -42,6 +44,7 @@ from .ops.mx_array import MXArray
 from .ops.remat import save_mx_rows
 from .products.ffn import grouped_swiglu_ffn
 from .products.grouped_mm import grouped_mm
+from .products.linear import dense
 from .products.ragged_dot import ragged_dot_mxfp8
 from .products.swiglu import swiglu
 from .products.weights import quantize_weights
@@ -60,6 +63,7 @@ __all__ = [
     "TokenReplicas",
     "capabilities",
     "combine",
+    "dense",
     "dispatch",
     "dispatch_probs",
     "export_checks",
@@ -75,6 +79,7 @@ __all__ = [
     "ragged_dot_mxfp8",
     "route",
     "save_mx_rows",
+    "sharded_dense",
     "sort_by_expert",
     "swiglu",
     "update_selection_bias",

@@ -6,6 +6,7 @@ The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
 Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/guides/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights
+Dense layers   linear, MXLinear, convert_linear (docs/guides/linear.md)
 Recipes        Recipe, RECIPES
 Rows           MXTensor, gather_rows, weighted_combine
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
@@ -33,7 +34,9 @@ from . import ops
 from .exchange.all_to_all import TokenReplicas
 from .exchange.combine import combine
 from .exchange.dispatch import dispatch, dispatch_probs
+from .layer.convert_linear import convert_linear
 from .layer.fsdp import clip_grad_norm_, shard_moe
+from .layer.linear import MXLinear
 from .layer.moe import GroupedExperts, MoE, MoEStats
 from .layer.numerics import numerics_report
 from .layer.parallel import ExpertParallel
@@ -47,6 +50,7 @@ from .overlap.expert_parallel import expert_parallel_ffn
 from .overlap.peer_memory import PeerMemory
 from .products.ffn import grouped_swiglu_ffn
 from .products.grouped_mm import grouped_mm
+from .products.linear import linear
 from .products.swiglu import swiglu
 from .products.weights import quantize_weights
 from .routing.permute import gather_rows, sort_by_expert
@@ -62,6 +66,7 @@ __all__ = [
     "CopyEngines",
     "ExpertParallel",
     "GroupedExperts",
+    "MXLinear",
     "MXTensor",
     "MoE",
     "MoEStats",
@@ -74,6 +79,7 @@ __all__ = [
     "capabilities",
     "clip_grad_norm_",
     "combine",
+    "convert_linear",
     "debug_checks",
     "dispatch",
     "dispatch_probs",
@@ -82,6 +88,7 @@ __all__ = [
     "gather_rows",
     "grouped_mm",
     "grouped_swiglu_ffn",
+    "linear",
     "numerics_report",
     "ops",
     "quantize_weights",
@@ -114,6 +121,7 @@ _ELSEWHERE = {
         "to_mxfp8_a2a_dequant",
         "unpermute_hp_fwd_mxfp8_bwd",
     ],
+    "torch_frontend.layer.convert_linear": ["ConvertedLinear", "LinearReport"],
     "torch_frontend.layer.metrics": ["MoERecorder"],
     "torch_frontend.overlap.expert_parallel": ["expert_parallel_mm"],
     "torch_frontend.products.groups": ["RowMap"],

@@ -29,6 +29,7 @@ TITLES = ("Args", "Attributes", "Returns", "Yields", "Raises", "Example", "Sourc
 CALLED_BY_USERS = {
     "MoE": ("forward", "cached_weights"),
     "GroupedExperts": ("forward", "cached_weights"),
+    "MXLinear": ("forward", "cached_weights"),
     "Collectives": (),
     "CopyEngines": (),
     "PeerMemory": ("overflow",),

@@ -5,8 +5,7 @@ groups (P, D), layout --forward--> (P, D)       the layout of a `dispatch` says 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,10 @@ from ..ops.checks import (
     reads_values,
     require_rows,
 )
-from ..ops.private import version_of
 from ..overlap.local_experts import FFN
 from ..products.ffn import Biases, FFNOptions, swiglu_ffn
-from ..products.weights import QuantizedWeights, Weights, outlives_forward, quantize_weights
+from ..products.weights import Weights, outlives_forward
+from .cached_weights import CachedWeights, opened, without_blocks
 
 
 class GroupedExperts(nn.Module):
@@ -76,9 +75,9 @@ class GroupedExperts(nn.Module):
     b1: Tensor | None
     b2: Tensor | None
     b3: Tensor | None
-    _held: "CachedWeights | None" = None
+    _held: CachedWeights | None = None
     """Of the innermost open block of `cached_weights`."""
-    _blocks: "tuple[CachedWeights, ...]" = ()
+    _blocks: tuple[CachedWeights, ...] = ()
     """Of all open blocks, in the order in which they began."""
 
     def __init__(
@@ -216,22 +215,18 @@ class GroupedExperts(nn.Module):
             >>> with experts.cached_weights():
             ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
         """
-        cached = CachedWeights.of(self)
-        with _opening:
-            self._open((*self._blocks, cached))
-        try:
+        parameters = {"w1": self.w1, "w3": self.w3, "w2": self.w2}
+        parts = tuple(sharded(w, None) for w in parameters.values())
+        for name, part, whole in self._of_other_shape(parts):
+            got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
+            fail(ValueError, "cached_weights", name, got, allowed)
+        cached = CachedWeights.of(parameters, parts, self.recipe)
+        with opened(self, cached):
             yield
-        finally:
-            with _opening:
-                self._open(tuple(other for other in self._blocks if other is not cached))
         cached.check((self.w1, self.w3, self.w2))
 
-    def _open(self, blocks: "tuple[CachedWeights, ...]") -> None:
-        self._blocks, self._held = blocks, blocks[-1] if blocks else None
-
     def __getstate__(self) -> dict[str, Any]:
-        # A copy and a saved layer have weights of their own, and no block that would end.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_held", "_blocks")}
+        return without_blocks(self)
 
 
 class SharedFFN(GroupedExperts):
@@ -252,46 +247,6 @@ class SharedFFN(GroupedExperts):
         tokens = x_TD.shape[0]
         ends = torch.full((1,), tokens, dtype=torch.int32, device=x_TD.device)
         return swiglu_ffn("MoE", x_TD, weights, ends, None, Biases(), self._options(pad=tokens % BLOCK != 0))
-
-
-_opening = Lock()
-"""For the blocks of a layer, which threads may open and end at a time."""
-
-
-class CachedWeights(NamedTuple):
-    """Quantized w1, w3 and w2, and the states of the parameters, which change with a write."""
-
-    quantized: tuple[QuantizedWeights, ...]
-    states: tuple[tuple[int, ...], ...]
-
-    @classmethod
-    @torch.no_grad()
-    def of(cls, experts: GroupedExperts) -> "CachedWeights":
-        parameters = experts.w1, experts.w3, experts.w2
-        parts = tuple(sharded(w, None) for w in parameters)
-        for name, part, whole in experts._of_other_shape(parts):
-            got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
-            fail(ValueError, "cached_weights", name, got, allowed)
-        return cls(tuple(quantize_weights(p, experts.recipe) for p in parts), tuple(map(_state, parameters)))
-
-    def check(self, parameters: tuple[Tensor, ...]) -> None:
-        for name, w, state in zip(("w1", "w3", "w2"), parameters, self.states, strict=True):
-            if _state(w) != state:
-                allowed = "allowed: none; leave the block, write, and enter it again"
-                fail(RuntimeError, "cached_weights", name, "a write within the block", allowed)
-
-    def weights_of(self, parameters: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> tuple[QuantizedWeights, ...]:
-        """The cached bytes with `values`, which receive the gradients."""
-        if not torch.compiler.is_compiling():
-            self.check(parameters)
-        return tuple(cached.with_values(w) for cached, w in zip(self.quantized, values, strict=True))
-
-
-@torch.no_grad()
-def _state(parameter: Tensor) -> tuple[int, ...]:
-    # A DTensor counts the writes to itself, its local part those through `to_local()`.
-    part = sharded(parameter, None)
-    return version_of(parameter), version_of(part), part.data_ptr()
 
 
 def check_sizes(op: str, blocks: dict[str, int], others: dict[str, int]) -> None:

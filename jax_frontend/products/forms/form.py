@@ -44,10 +44,12 @@ class WeightOperands(NamedTuple):
 
 
 class AddedBias(NamedTuple):
-    """values (G, N) fp32. row_weights (M,) fp32 multiply the bias of each row."""
+    """values (G, N) fp32. row_weights (M,) fp32 multiply the bias of each row. one_group: values (1, N) are the bias of
+    all rows, and the last end is their number."""
 
     values: jax.Array
     row_weights: Maybe = None
+    one_group: bool = False
 
 
 Added = AddedBias | None
@@ -185,6 +187,8 @@ def bias_unfused(
 ) -> jax.Array:
     """The bias is added to the fp32 sums of a kernel."""
     sums = form.mm(rows, w, ends, "float32", clear_rest=clear_rest)
+    if bias.one_group:
+        return (sums + bias.values).astype(dtype)
     added = bias_of_rows(bias.values, ends, sums.shape[0])
     if bias.row_weights is not None:
         in_group = jnp.arange(sums.shape[0]) < ends[-1:]

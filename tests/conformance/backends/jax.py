@@ -81,6 +81,21 @@ def grouped_mm(
     return tuple(map(np.asarray, _grouped_mm(a, b_t, group_ends, dout, recipe)))
 
 
+@partial(jax.jit, static_argnames="recipe", compiler_options=EXACT)
+def _linear(given, dout, recipe: Recipe):
+    def forward(given):
+        return mxep.dense(given["x"], given["w"].T, given.get("bias"), recipe=recipe)
+
+    out, backward = jax.vjp(forward, given)
+    return {"out": out, **backward(dout)[0]}
+
+
+def linear(x: Array, w: Array, bias: Array | None, dout: Array, recipe: Recipe) -> dict[str, Array]:
+    """out (..., N) and the gradients: of x "x" (..., K), of w "w" (N, K), and of bias "bias" if there is one."""
+    given = {"x": x, "w": w} | ({} if bias is None else {"bias": bias})
+    return {name: np.asarray(value) for name, value in _linear(given, dout, recipe).items()}
+
+
 @partial(jax.jit, static_argnames=("recipe", "activation"), compiler_options=EXACT)
 def _swiglu_ffn(x, weights, group_ends, prob, dout, recipe: Recipe, activation: mxep.SwiGLU):
     def forward(x, weights, prob):

@@ -51,6 +51,15 @@ def grouped_mm(
     return to_numpy(out), to_numpy(a_.grad), np.swapaxes(to_numpy(w.grad), 1, 2)
 
 
+def linear(x: Array, w: Array, bias: Array | None, dout: Array, recipe: Recipe) -> dict[str, Array]:
+    """out (..., N) and the gradients: of x "x" (..., K), of w "w" (N, K), and of bias "bias" if there is one."""
+    given = {"x": x, "w": w} | ({} if bias is None else {"bias": bias})
+    inputs = {name: to_torch(array).requires_grad_() for name, array in given.items()}
+    out = mxep.linear(inputs["x"], inputs["w"], inputs.get("bias"), recipe=recipe)
+    out.backward(to_torch(dout))
+    return {"out": to_numpy(out)} | {name: to_numpy(value.grad) for name, value in inputs.items()}
+
+
 def swiglu_ffn(
     x: Array | Pair,
     weights: dict[str, Array],

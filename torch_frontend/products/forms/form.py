@@ -53,10 +53,12 @@ class TokenGroups(NamedTuple):
 
 
 class AddedBias(NamedTuple):
-    """values (G, N) fp32. row_weights (M,) fp32 multiply the bias of each row."""
+    """values (G, N) fp32. row_weights (M,) fp32 multiply the bias of each row. one_group: values (1, N) are the bias of
+    all rows, and the last end is their number."""
 
     values: Tensor
     row_weights: Maybe = None
+    one_group: bool = False
 
 
 Added = AddedBias | None
@@ -191,6 +193,8 @@ def bias_unfused(
 ) -> Tensor:
     """The bias is added to the fp32 sums of a kernel."""
     sums = form.mm(rows, w, ends, torch.float32, clear_rest=clear_rest)
+    if bias.one_group:  # added and rounded in one kernel, without a bias per row
+        return torch.add(sums, bias.values, out=sums.new_empty(sums.shape, dtype=dtype) if out is None else out)
     added = bias_of_rows(bias.values, ends, sums.shape[0])
     if bias.row_weights is not None:
         in_group = torch.arange(sums.shape[0], device=sums.device) < ends[-1:]
