@@ -97,7 +97,7 @@ def sharded_dense(
         if not contracted:
             return checked_dense(op, x, w, bias, recipe, out_dtype)
         out = lax.psum(checked_dense(op, x, w, None, recipe, out_dtype), contracted)
-        return out if bias is None else (out + bias.astype(out.dtype)).astype(out_dtype)
+        return out if bias is None else (out.astype("float32") + bias.astype("float32")).astype(out_dtype)
 
     run = over_mesh(local, mesh, (x_spec, w_spec, PartitionSpec(column or None)), out_spec)
     return run(x, w, bias)

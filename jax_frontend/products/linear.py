@@ -64,7 +64,8 @@ class Saved(NamedTuple):
 
 def _in_whole_blocks(x: jax.Array, form: Format) -> jax.Array:
     """x with rows of zeros up to a multiple of 32, if the form quantizes tokens."""
-    missing = -x.shape[0] % BLOCK  # perhaps a symbol of jax.export
+    rows = x.shape[0]  # perhaps a symbol of jax.export, which knows that this sum of it is a multiple of 32
+    missing = (rows + BLOCK - 1) // BLOCK * BLOCK - rows
     if not form.wgrad_mx or (not is_symbolic_dim(missing) and not missing):
         return x
     return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)])
