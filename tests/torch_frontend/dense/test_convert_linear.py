@@ -166,7 +166,7 @@ def test_a_model_converts_again() -> None:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_layers_of_the_same_rows_quantize_them_once(copied: bool) -> None:
-    """q, k and v; gate and up. The results are those of layers that quantize their own."""
+    """q, k and v; gate and up. The results are the same as of layers that quantize their own."""
     model = small()
     convert_linear(model, in_blocks, FOLD)
     model = copy.deepcopy(model) if copied else model
