@@ -1,4 +1,4 @@
-"""`python -m benchmarks [gpu | models | ep | ep_jax] [--only NAME,...]`: measure, print, record.
+"""`python -m benchmarks [gpu | linear | models | ep | ep_jax] [--only NAME,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -17,9 +17,8 @@ from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = ("gpu", "models", "ep", "ep_jax")
-RANKS = ("ep", "ep_jax")
-ONE_GPU = ("gpu", "models")
+SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax")
+ONE_GPU, RANKS = ("gpu", "linear", "models"), ("ep", "ep_jax")
 
 
 def _commit(text: str) -> str:

@@ -5,7 +5,7 @@
     dw  = x^T dout       tokens of x, tokens of dout
     dbias                the sum of dout's rows
 
-The launches and their bytes are PyTorch's (torch_frontend/products/linear.py). XLA computes equal calls of an op once:
+The kernels and their bytes are PyTorch's (torch_frontend/products/linear.py). XLA computes equal calls of an op once:
 layers of one program that read the same x share its operands.
 
 The weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. With another number of rows a differentiated call

@@ -5,24 +5,24 @@
     dw  = dout^T x       tokens of dout, tokens of x
     dbias                the sum of dout's rows
 
-Launches of form "fold" with recipe "mxfp8", and the bytes that each reads and writes, of bf16 x, w and dout. A product
-reads its operands once at least; that is the floor. The last columns are these bytes in MB at 16384 rows.
+Ops of form "fold" with recipe "mxfp8" on Hopper: their kernels, with memset if scratch memory is cleared, and the bytes
+that each reads and writes, of bf16 x, w and dout. A product reads its operands once at least: the bytes are the floor.
+The last columns are MB at 16384 rows, (K, N) as in the head.
 
-    launch                          bytes                        (4096, 4096) (7168, 7168) (4096, 14336) (7168, 18432)
+    op                            kernels    bytes           (4096, 4096) (7168, 7168) (4096, 14336) (7168, 18432)
     forward
-      end of the group              4                                    0          0             0             0
-      quantize_both_fold of x       2 MK + 2 MK                        268        470           268           470
-      quantize_matrix_fold of w     2 NK + 2 NK                         67        206           235           529
-      grouped_mm_fold               MK + NK + 2 MN                     218        404           596           854
+      the group's end             1          4                         0            0             0             0
+      quantize_both_fold of x     memset, 1  2 MK + 2 MK             268          470           268           470
+      quantize_matrix_fold of w   memset, 4  2 NK + 2 NK              67          206           235           528
+      grouped_mm_fold             1          MK + NK + 2 MN          218          404           596           854
     backward
-      quantize_both_fold of dout    2 MN + 2 MN                        268        470           940          1208
-      grouped_mm_fold               MN + NK + 2 MK                     218        404           428           669
-      grouped_wgrad_fold            MN + MK + 2 NK                     168        338           419           684
+      quantize_both_fold of dout  memset, 1  2 MN + 2 MN             268          470           940          1208
+      grouped_mm_fold             1          MN + NK + 2 MK          218          404           428           669
+      grouped_wgrad_fold          1          MN + MK + 2 NK          168          338           419           684
 
-(K, N) as in the columns. Each activation, weight and gradient is read once in bf16, and its two operands are written
-once: no fewer bytes make both operands. Nothing else is launched, and nothing reads a value on the host. Of these
-launches only the products and the quantization of dout need N; layers that read the same x share its operands
-(`SharedRows`).
+Each activation, weight and gradient is read once in bf16, and its two operands are written once: no fewer bytes make
+both. Of w the first 256 values of each row and column are read twice. `F.linear` has three kernels. Nothing else is
+launched, and nothing reads a value on the host. Layers that read the same x share its operands (`SharedRows`).
 
 The weight gradient of recipe "mxfp8" quantizes blocks of 32 tokens. With another number of rows x and dout are copied
 with up to 31 rows of zeros, which add nothing to a product; without a weight gradient nothing is copied.

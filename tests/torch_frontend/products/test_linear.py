@@ -105,7 +105,7 @@ def test_an_input_without_a_gradient(run: str, rows: int, frozen: int) -> None:
 
 
 def test_the_launches_of_a_step() -> None:
-    """As the table at the top of products/linear.py has them."""
+    """The ops of the table at the top of products/linear.py."""
     x, w, _ = operands()
     with Launched() as forward:
         out = linear(x, w, recipe=FOLD)
