@@ -73,6 +73,10 @@ def sharded_dense(
         check_floats(op, name, array)
         if dims is not None and array.ndim != dims:
             fail(ValueError, op, name, f"shape {array.shape}", "allowed: (K, N)")
+    if bias is not None:
+        check_floats(op, "bias", bias)
+        if bias.shape != w.shape[1:]:
+            fail(ValueError, op, "bias", f"shape {bias.shape}", f"allowed: {w.shape[1:]}")
     if not x.ndim:
         fail(ValueError, op, "x", "shape ()", f"allowed: (..., {w.shape[0]}), the K of w (K, N)")
     mesh = mesh_of(op, mesh, x)

@@ -28,6 +28,7 @@ PAGES = (
     "docs/getting-started/quick_start_ep.md",
     "docs/guides/choose_exchange.md",
     "docs/guides/choose_recipe.md",
+    "docs/guides/linear.md",
     "docs/guides/memory.md",
     "docs/guides/metrics.md",
     "docs/guides/routing.md",

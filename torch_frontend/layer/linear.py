@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.recipe import Recipe
+from ..ops.checks import check_flag
 from ..products.linear import SharedRows, checked_linear
 from ..products.weights import QuantizedWeights
 from .cached_weights import CachedWeights, opened, without_blocks
@@ -71,6 +72,7 @@ class MXLinear(nn.Linear):
         recipe: Recipe | str = "mxfp8",
     ) -> None:
         check_sizes(OP, {"in_features": in_features, "out_features": out_features}, {})
+        check_flag(OP, "bias", bias)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.recipe = Recipe.parse(recipe)
 

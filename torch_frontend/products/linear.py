@@ -235,10 +235,10 @@ def checked_linear(
     if not values.is_contiguous() and not values.mT.is_contiguous():
         allowed = "allowed: a contiguous (N, K), or the transpose of a contiguous (K, N)"
         fail(ValueError, op, "w", f"strides {values.stride()} of (N, K)", allowed)
-    check_devices(op, "x", x.device, w=values)
+    check_devices(op, "w", values.device, x=x)
     if bias is not None:
         _check_bias(op, bias, n)
-        check_devices(op, "x", x.device, bias=bias)
+        check_devices(op, "w", values.device, bias=bias)
     call = MMCall(options, _result_dtype(op, x, out_dtype))
     return _linear(x, values, bias, cached, None if torch.compiler.is_compiling() else shared, call)
 

@@ -87,6 +87,17 @@ CALLS: dict[str, dict[str, Any]] = {
     "a2a_dispatch_mxfp8_fwd_hp_bwd": {"input": X, "exchange": EXCHANGE, "rounding": "rceil"},
     "capabilities": {"platform": "cpu"},
     "combine": {"groups": GROUPS, "route": ROUTE, "probs": TOKEN_PROBS, "out_dtype": "float32"},
+    "dense": {"x": X, "w": W[0].T, "bias": normal(N), "recipe": "mxfp8", "out_dtype": "float32"},
+    "sharded_dense": {
+        "x": X,
+        "w": W[0].T,
+        "bias": normal(N),
+        "x_spec": PartitionSpec("data"),
+        "w_spec": PartitionSpec("data"),
+        "recipe": "mxfp8",
+        "out_dtype": "float32",
+        "mesh": MESH,
+    },
     "dispatch": {
         "rows": X,
         "counts": COUNTS,

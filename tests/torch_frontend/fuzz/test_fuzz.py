@@ -71,14 +71,17 @@ RECORDS = {
     "MoEMetrics",
     "ConversionReport",
     "ConvertedExperts",
+    "LinearReport",
+    "ConvertedLinear",
 }
 """Tuples that check nothing by themselves."""
 SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
 """Other names of what is in the table."""
 RUNS_AS = {"permute_q_sf": "permute_mx"}
 NO_ARGUMENTS = {"ops", "debug_checks", "RECIPES"}
-OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder", "convert_moe"}
-"""Their arguments are modules and meshes: test_fsdp.py, test_metrics.py and test_convert.py have the wrong ones."""
+OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder", "convert_moe", "convert_linear"}
+"""Their arguments are modules and meshes: test_fsdp.py, test_metrics.py, test_convert.py and
+test_convert_linear.py have the wrong ones."""
 OVER_RANKS = {"expert_parallel_ffn", "expert_parallel_mm", "Collectives", "CopyEngines", "PeerMemory"}
 """They need several ranks: ep_errors.py, test_copy_engines.py and test_peer_memory.py have the wrong arguments."""
 
@@ -112,6 +115,11 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "bias": floats(2, 64), **OUT, "pad_token_groups": True, "group_sizes": None,
         },
     ),
+    "linear": (
+        mt.linear, {"x": floats(64, 32), "w": floats(96, 32), "bias": floats(96), "recipe": "mxfp8", **OUT}
+    ),
+    "MXLinear": (mt.MXLinear, {"in_features": 32, "out_features": 64, "bias": True, "recipe": "mxfp8"}),
+    "MXLinear.forward": (lambda x: mt.MXLinear(32, 64)(x), {"x": floats(5, 32)}),
     "dispatch": (sent, {**SIX_ROWS, "recipe": "mxfp8", "group": ""}),
     "dispatch.TokenReplicas": (
         sent_replicas, {"rows": floats(2, 32), "order": ints(1, 0, 2, 3), "inverse": ints(1, 0, 2, 3), "top_k": 2}
@@ -376,7 +384,8 @@ def exotic_cases(calls: dict[str, dict[str, Any]]) -> list[bad_values.Case]:
 
 def huge(case: bad_values.Case) -> bool:
     """Sizes that are allowed and take more memory than a test has."""
-    return case.argument in ("dim", "hidden_dim", "num_experts") and case.bad.value in (2**31 - 1, 2**31)
+    sizes = ("dim", "hidden_dim", "num_experts", "in_features", "out_features")
+    return case.argument in sizes and case.bad.value in (2**31 - 1, 2**31)
 
 
 def calls_of(table: str) -> dict[str, dict[str, Any]]:
@@ -416,7 +425,7 @@ def test_the_values_of_fake_tensors_are_not_read() -> None:
     the report, which is of values."""
     with FakeTensorMode() as mode:
         for name, (call, good) in PUBLIC.items():
-            if not name.startswith(("MoE", "GroupedExperts", "numerics_report")):
+            if not name.startswith(("MoE", "MXLinear", "GroupedExperts", "numerics_report")):
                 given = {argument: tensor(value) for argument, value in good.items()}
                 call(**{k: mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in given.items()})
 

@@ -290,7 +290,7 @@ BAD = {
     "strides": (ValueError, r"linear: w: got strides \(128, 2\)", (X, torch.empty(N, 2 * K)[:, ::2]), {}),
     "bias": (ValueError, r"linear: bias: got shape \(64,\); allowed: \(96,\)", (X, W, B[:64]), {}),
     "half bias": (TypeError, r"linear: bias: got dtype torch.float16", (X, W, B.half()), {}),
-    "elsewhere": (ValueError, r"linear: w: got device meta; allowed: cpu", (X, W.to("meta")), {}),
+    "elsewhere": (ValueError, r"linear: x: got device meta; allowed: cpu, where w", (X.to("meta"), W), {}),
     "bias elsewhere": (ValueError, r"linear: bias: got device meta; allowed: cpu", (X, W, B.to("meta")), {}),
     "out dtype": (TypeError, r"linear: out_dtype: got torch.float16", (X, W), {"out_dtype": torch.float16}),
     "recipe": (ValueError, r"recipe: got 'fp4'", (X, W), {"recipe": "fp4"}),
