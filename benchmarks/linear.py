@@ -173,6 +173,7 @@ def lines(
     named = [*(runs if not only or OPS[0] in only else ()),
              *((("shared", size) for size in shared) if not only or OPS[1] in only else ())]  # fmt: skip
     for kind, size in named:
+        torch.compiler.reset()  # after a few sizes a function would no longer be compiled
         what, o = f"linear {tuple(size)}", cases.operands(size, device)
         if kind == "shared":
             yield from guarded(what, shared_lines(size, o, device, failures), failures)

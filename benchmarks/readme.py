@@ -13,14 +13,22 @@ from pathlib import Path
 
 from .figures import ep_scale, speed, status
 from .figures.results import newest
-from .figures.tables import table_ep, table_grouped_gemm, table_layer_bytes, table_models, table_moe_layer, table_ops
+from .figures.tables import (
+    table_ep,
+    table_grouped_gemm,
+    table_layer_bytes,
+    table_linear,
+    table_models,
+    table_moe_layer,
+    table_ops,
+)
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: python -m benchmarks.readme -->", "<!-- end of the generated part -->"
 
 
 def _of_an_op(op: str) -> bool:
-    others = table_grouped_gemm.is_product, table_moe_layer.is_layer, table_models.is_model
+    others = table_grouped_gemm.is_product, table_moe_layer.is_layer, table_models.is_model, table_linear.is_linear
     return not any(of_another_table(op) for of_another_table in others)
 
 
@@ -30,6 +38,7 @@ def performance() -> str:
         table_models.table(newest("h200", table_models.is_model)),
         table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
+        table_linear.table(newest("h200", table_linear.is_linear)),
         table_ops.table(newest("h200", _of_an_op)),
     )
     return "\n\n".join(section for section in sections if section)

@@ -55,6 +55,9 @@ OF_DENSE_FP8, FROM_K = 0.88, 7168
 # Of a training step of a model with mxfp8: the speedup, or the share of the speedup that the table's ceiling allows.
 MODELS_TIMES_AS_LONG = {"mixtral-8x7b": 1.4}
 MODELS_OF_THE_CEILING = {"deepseek-v3": 0.95, "deepseek-v2-lite": 0.95, "qwen3-30b-a3b": 0.95}
+LINEAR_TIMES_AS_LONG, FROM_ROWS = 1.4, 16384
+LINEAR_NEVER_SLOWER = {None: 4096, "graph": 2048, "compiled": 2048}
+"""Fewest rows from which a dense layer is as fast as `F.linear`, by the launch of both."""
 SMALL_TIMES_AS_LONG = 1.0
 
 
@@ -104,6 +107,17 @@ def _model_bar(row: Mapping[str, Any]) -> Bar | None:
     return None if least is None else Bar("of the ceiling", least, of_ceiling, of_ceiling >= least)
 
 
+def _linear_bar(row: Mapping[str, Any]) -> Bar | None:
+    """Of recipe "mxfp8" against `F.linear` that is launched alike."""
+    case, peer = row["case"], row["peer"]
+    launch = case.get("launch")
+    alike = "torch_linear_bf16_compiled" if launch == "compiled" else "torch_linear_bf16"
+    if peer != alike or case["recipe"] != "mxfp8" or case["M"] < LINEAR_NEVER_SLOWER[launch]:
+        return None
+    least = LINEAR_TIMES_AS_LONG if case["M"] >= FROM_ROWS else 1.0
+    return Bar("x", least, row["ratio"], row["ratio"] >= least)
+
+
 def bar(row: Mapping[str, Any]) -> Bar | None:
     """The bar of a line, which depends on its op and its peer; None without one."""
     op, peer = row["op"], row["peer"]
@@ -115,6 +129,8 @@ def bar(row: Mapping[str, Any]) -> Bar | None:
         return _product_bar(row)
     if op == "model_step":
         return _model_bar(row)
+    if op.startswith("linear_"):
+        return _linear_bar(row)
     if peer == "copy" and op in OF_A_COPY:
         return Bar("of a copy", OF_A_COPY[op], row["of_roof"], row["of_roof"] >= OF_A_COPY[op])
     if peer == "copy" and op in AT_MOST_US:

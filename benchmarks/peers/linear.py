@@ -59,7 +59,7 @@ def _multiply(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
 @cache
 def scaled_mm(compiled: bool) -> Product:
     """The product on `torch._scaled_mm`: each operand of the three products has one scale per row along the sum."""
-    quantize: Callable[..., Any] = torch.compile(_quantized_both) if compiled else _quantized_both
+    quantize: Callable[..., Any] = torch.compile(_quantized_both, dynamic=False) if compiled else _quantized_both
 
     class ScaledMM(torch.autograd.Function):
         @staticmethod
@@ -89,7 +89,7 @@ def torchao_step(x: Tensor, w: Tensor, dout: Tensor) -> Callable[[], tuple[Tenso
     layer[0].weight = nn.Parameter(w.detach())
     config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     float8.convert_to_float8_training(layer, config=config)
-    program, (weight,) = torch.compile(layer), layer.parameters()
+    program, (weight,) = torch.compile(layer, dynamic=False), layer.parameters()
 
     def step() -> tuple[Tensor, ...]:
         out = program(x)

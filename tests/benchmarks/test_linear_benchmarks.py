@@ -12,7 +12,8 @@ from benchmarks import linear
 from benchmarks.cases import linear as cases
 from benchmarks.cases.linear import Size
 from benchmarks.clocks import device_timing
-from benchmarks.figures import results
+from benchmarks.figures import bars, results
+from benchmarks.figures.tables import table_linear
 from benchmarks.peers import linear as peers
 
 SMALL = Size(96, 64, (32,))
@@ -44,6 +45,26 @@ def test_every_line_is_checked_compared_and_reported() -> None:
         assert line.flops == 6 * line.case["M"] * 64 * (96 if line.op == shared else 32)
         json.loads(json.dumps(asdict(line)), parse_constant=pytest.fail)  # no NaN, no infinity
         assert results.row(results.cells(line))
+
+
+def test_the_table_and_the_bars() -> None:
+    """Of lines as a GPU gives them: 1.4 times as fast with 16384 rows, as fast from 4096, in a graph from 2048."""
+    found = measured(large=(SMALL,), few_rows=(SMALL._replace(M=64),), shared=(Size(96, 64, (64, 32)),))
+    run = asdict(results.Run("1x GPU", "a" * 40))
+    rows = [{**run, **asdict(line)} for line in found]
+    eager = next(row for row in rows if row["peer"] == peers.BF16 and row["case"]["recipe"] == "mxfp8")
+    graph = {**eager, "case": {**eager["case"], "launch": "graph"}, "ratio": 1.234}
+    text = table_linear.table([*rows, graph])
+    assert text.count("\n| one layer") == 2 + len(linear.OTHER_RECIPES)
+    assert text.count("\n| layers that read the same x | 96, 64, 64+32 |") == 1
+    assert "| 1.23x |" in text
+    assert table_linear.table([]) == ""
+    for m, launch, ratio, said in (
+        (16384, None, 1.39, "x 1.4: 1.39 MISSED"), (4096, None, 1.0, "x 1: 1.00 ok"), (2048, None, 0.9, "None"),
+        (2048, "graph", 0.99, "x 1: 0.99 MISSED"),
+    ):  # fmt: skip
+        case = {**eager["case"], "M": m} | ({"launch": launch} if launch else {})
+        assert str(bars.bar({**eager, "case": case, "ratio": ratio})) == said
 
 
 def test_the_measured_sizes() -> None:
