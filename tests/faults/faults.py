@@ -54,7 +54,7 @@ TORCH = (
           "torch_frontend/overlap/schedule.py:_Overlapped.forward", Unwrap("clone_if_in_buffer"),
           "torch_frontend/overlap/test_peer_memory.py -k '[layers]'"),
     Fault("cached weights: a parameter in other memory is multiplied as its old bytes",
-          "torch_frontend/layer/experts.py:_state", Swap("data_ptr", "dim"),
+          "torch_frontend/layer/cached_weights.py:_state", Swap("data_ptr", "dim"),
           "torch_frontend/products/test_cached_weights.py -k writes_within"),
     Fault("packed experts: probabilities have no gradient where x and gate_up need none",
           "torch_frontend/integrations/packed_ffn.py:PackedNeeds.dh", Swap("prob", "x"),
