@@ -89,6 +89,7 @@ wheel: .venv/.nvcc
 	$(PIP) auditwheel
 	$(BIN)/auditwheel show "$$(ls -t dist/*.whl | head -1)"
 	$(BIN)/python tests/install/sizes.py dist
+	$(BIN)/python tests/install/contents.py "$$(ls -t dist/*.whl | head -1)" "$$(ls -t dist/cpu/*.whl | head -1)"
 	tests/install/wheel.sh $(abspath $(BIN))/python dist dist/cpu
 
 # The newest wheels of `make wheel` for other machines, in dist/manylinux, tested as these are. PLATFORM is their tag, and
@@ -121,7 +122,8 @@ sdist: .venv/.base
 	$(BIN)/python tests/install/sizes.py dist
 	tests/install/conformance.sh $(abspath $(BIN))/python $(SDIST) $(SDIST)
 
-# The files of a release in dist/, of a committed tree, each tried in new environments. If the Python of .venv is 3.12 or
+# The files of a release in dist/, of a committed tree, each tried in new environments, and the packages of such an
+# environment as an SBOM. If the Python of .venv is 3.12 or
 # newer, the wheel is for 3.12 and all later releases; if it is 3.11, for 3.11 alone.
 release: COMMIT := $(shell git rev-parse --short HEAD 2> /dev/null)
 release:
@@ -129,7 +131,8 @@ release:
 	rm -rf dist
 	$(MAKE) wheel
 	$(MAKE) sdist
-	tests/install/conformance.sh $(abspath $(BIN))/python "$$(ls dist/*.whl)" $(SDIST)
+	$(PIP) cyclonedx-bom
+	tests/install/conformance.sh $(abspath $(BIN))/python "$$(ls dist/*.whl)" $(SDIST) dist/mxep.cdx.json
 	@test -z "$$(git status --porcelain)" && test "$$(git rev-parse --short HEAD)" = $(COMMIT) || \
 	  { echo "release: the sources have changed since $(COMMIT): start again"; exit 1; }
 	@echo && $(BIN)/python tests/install/sizes.py dist && echo "Released files of $(COMMIT) are in dist/."

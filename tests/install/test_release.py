@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,27 @@ def test_a_large_or_an_old_file_is_refused(name: str, nbytes: int, reason: str, 
     file.write_bytes(bytes(nbytes))
     ran = sizes(tmp_path)
     assert (ran.returncode, ran.stderr) == (1, f"{file}: {reason}\n")
+
+
+def test_a_wheel_with_another_file_or_without_one_is_refused(tmp_path: Path) -> None:
+    program, wheel = ROOT / "tests/install/contents.py", tmp_path / "mxep-0.whl"
+    tracked = subprocess.run(
+        ["git", "ls-files", "core_kernels", "cpp_bindings", "torch_frontend", "jax_frontend"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    names = {f"mxep/{name}" for name in tracked if not name.endswith((".cc", ".h", ".cu", ".cuh", ".def"))}
+    names |= {f"mxep/{name}" for name in ("__init__.py", "doctor.py", "conformance.py", "py.typed")}
+    names |= {f"mxep-0.dist-info/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
+    names |= {"mxep/cpp_bindings/_ops.abi3.so"}
+
+    def check(names: set[str]) -> tuple[int, str]:
+        with zipfile.ZipFile(wheel, "w") as file:
+            for name in names:
+                file.writestr(name, "")
+        ran = subprocess.run([sys.executable, program, wheel], capture_output=True, text=True)
+        return ran.returncode, ran.stderr
+
+    assert check(names) == (0, "")
+    assert check(names - {"mxep/doctor.py"}) == (1, "mxep/doctor.py: missing\n")
+    assert check(names | {"mxep/core_kernels/fold/cpu.cc"}) == (1, "mxep/core_kernels/fold/cpu.cc: not expected\n")
+    assert check(names | {"mxep-0.dist-info/notes"}) == (1, "*.dist-info/notes: not expected\n")
