@@ -83,7 +83,7 @@ int main() {
 def test_chains_have_each_token_and_slot_once(tmp_path: Path) -> None:
     source, program = tmp_path / "chains.cc", tmp_path / "chains"
     source.write_text(PROGRAM)
-    checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
     command = ["c++", "-std=c++20", "-O1", *checks, f"-I{ROOT / 'core_kernels'}", str(source), "-o", str(program)]
     subprocess.run(command, check=True)
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=100)

@@ -2,7 +2,8 @@
 belongs to one tile of one CTA. The last cluster ends about when it would if each took the next pair when it is free.
 
 The 384 threads of a CTA that compute grouped_gemm/schedule/lpt_schedule.cuh are contexts of one thread, which take
-turns where they wait for each other. Undefined behaviour ends the program."""
+turns where they wait for each other. Undefined behaviour ends the program.
+AddressSanitizer does not support contexts."""
 
 import subprocess
 from pathlib import Path

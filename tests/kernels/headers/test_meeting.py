@@ -50,7 +50,8 @@ int main() {
 def test_threads_meet(tmp_path: Path) -> None:
     source, program = tmp_path / "meeting.cc", tmp_path / "meeting"
     source.write_text(PROGRAM)
-    build = ["c++", "-std=c++20", "-O1", "-pthread", f"-I{ROOT / 'core_kernels'}", str(source), "-o", str(program)]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover", "-pthread"]
+    build = ["c++", "-std=c++20", "-O1", *checks, f"-I{ROOT / 'core_kernels'}", str(source), "-o", str(program)]
     subprocess.run(build, check=True)
     ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=100, check=True)
     late = "waited 0 s for 1 of 2 devices"

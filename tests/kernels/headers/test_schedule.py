@@ -80,7 +80,7 @@ def test_each_value_is_in_one_tile(problems: int, tmp_path: Path) -> None:
     stub.parent.mkdir(parents=True)
     stub.write_text(DEVICE)
     source.write_text(PROGRAM)
-    checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
+    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
     include = [f"-I{tmp_path}", f"-I{ROOT / 'core_kernels'}"]
     subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program), str(problems)], capture_output=True, text=True, timeout=100)
