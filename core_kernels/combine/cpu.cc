@@ -8,7 +8,6 @@
 #include "quantize/cpu.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 #include "cpu/errors.h"
@@ -141,7 +140,7 @@ struct Gradient {
     const int64_t nbytes = out.dim(1) * itemsize(out.dtype);
     parallel_ranges(rows, nbytes, [=, this](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        if (order[r] < 0) std::memset(bytes + r * nbytes, 0, nbytes);
+        if (order[r] < 0) std::fill_n(bytes + r * nbytes, nbytes, 0);
     });
   }
 };

@@ -1,6 +1,6 @@
 #include "permute/cpu.h"
 
-#include <cstring>
+#include <algorithm>
 
 #include "cpu/ops.h"
 #include "cpu/parallel.h"
@@ -8,12 +8,13 @@
 namespace mxep {
 namespace {
 
-// Copies row `source` of the input, or writes zeros for padding.
+// Copies row `source` of the input, or writes zeros for padding. Rows without bytes may have no address: memcpy and
+// memset take none.
 void gather(uint8_t* out, const uint8_t* in, int64_t stride, int64_t nbytes, int64_t source) {
   if (source < 0)
-    std::memset(out, 0, nbytes);
+    std::fill_n(out, nbytes, 0);
   else
-    std::memcpy(out, in + source * stride, nbytes);
+    std::copy_n(in + source * stride, nbytes, out);
 }
 
 }  // namespace

@@ -91,7 +91,8 @@ def _chosen(value: Array, bias: Array, top_k: int, groups: tuple[int, int, str],
     if num_groups == 1:
         return _top(choice, top_k).astype(np.int32)
     kept = _kept(choice, num_groups, top_k_groups, group_score)
-    inside = np.nonzero(kept)[1].reshape(tokens, -1)  # the ids of the kept experts, ascending
+    most = experts // num_groups * top_k_groups
+    inside = np.nonzero(kept)[1].reshape(tokens, most)  # the ids of the kept experts, ascending
     best = _top(np.take_along_axis(choice, inside, -1), top_k)
     return np.take_along_axis(inside, best, -1).astype(np.int32)
 

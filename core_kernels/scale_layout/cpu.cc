@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -50,7 +49,7 @@ void block_scales(const Call& call) {
   const uint8_t* sf = call.in[0].as<const uint8_t>();
   uint8_t* blocked = call.out[0].as<uint8_t>();
   parallel_ranges(count, kTileRows * padded, [=, &tiles](int64_t begin, int64_t end) {
-    std::memset(blocked + begin * kTileRows * padded, 0, (end - begin) * kTileRows * padded);
+    std::fill_n(blocked + begin * kTileRows * padded, (end - begin) * kTileRows * padded, 0);
     for (int64_t t = begin; t < end; ++t)
       each_scale(tiles[t], t, scales, [=](int64_t to, int64_t from) { blocked[to] = sf[from]; });
   });
@@ -63,7 +62,7 @@ void unblock_scales(const Call& call) {
   uint8_t* sf = call.out[0].as<uint8_t>();
   int64_t real = 0;
   for (const RowTile& tile : tiles) real += tile.rows;
-  std::memset(sf + real * scales, 0, (rows - real) * scales);
+  std::fill_n(sf + real * scales, (rows - real) * scales, 0);
   parallel_ranges(count, kTileRows * scales, [=, &tiles](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t)
       each_scale(tiles[t], t, scales, [=](int64_t from, int64_t to) { sf[to] = blocked[from]; });

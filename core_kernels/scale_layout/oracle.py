@@ -29,7 +29,8 @@ def block_scales(sf: Array, group_ends: Array) -> Array:
     padded = np.zeros((p, -(-s // TILE_SCALES) * TILE_SCALES), np.uint8)
     rows = _padded_row_of(group_ends)
     padded[rows, :s] = sf[: len(rows)]
-    tiles = padded.reshape(p // TILE_ROWS, 4, 32, -1, TILE_SCALES)  # row tile, a, b, column tile, c
+    across = padded.shape[1] // TILE_SCALES
+    tiles = padded.reshape(p // TILE_ROWS, 4, 32, across, TILE_SCALES)  # row tile, a, b, column tile, c
     return np.ascontiguousarray(tiles.transpose(0, 3, 2, 1, 4)).reshape(padded.shape)
 
 
