@@ -13,7 +13,7 @@ CXX_SOURCES := CMakeLists.txt pyproject.toml constraints.txt conformance.py doct
 CUDA_KERNELS := --config-settings=cmake.define.MXEP_CUDA
 CUDA_COMPILER := nvidia-cuda-nvcc nvidia-cuda-crt nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-cccl
 
-.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage wheel manylinux upstream-torch upstream-jax sdist release install-gpu test-gpu lint format benchmark release-check docs serve-docs clean
+.PHONY: train train-gpu test check-all faults freeze frozen frozen-gpu coverage sanitize wheel manylinux upstream-torch upstream-jax sdist release install-gpu test-gpu lint format benchmark release-check docs serve-docs clean
 
 # Both frontends, one config, four runs: each framework in MXFP8 and in bf16. `plot_curves` fails
 # when the curves disagree.
@@ -77,6 +77,11 @@ frozen-gpu:
 coverage: .venv/.dev
 	$(PIP) pytest-cov gcovr
 	tests/checks/coverage.sh
+
+# Every C++ op, called from numpy, with AddressSanitizer and UndefinedBehaviorSanitizer; then random calls for FUZZ seconds.
+sanitize: FUZZ ?= 600
+sanitize: .venv/.dev
+	tests/sanitize/sanitize.sh $(FUZZ)
 
 # A wheel in dist/ with the CUDA kernels and one in dist/cpu/ without them, from the build tree of the editable install.
 # Then auditwheel names the system libraries that the wheel needs, and both are tested in new environments, with torch

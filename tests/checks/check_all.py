@@ -1,6 +1,6 @@
 """Everything that needs no GPU, one part after the other: `make check-all`.
 
-    lint, wheel, manylinux, sdist, docs, test (slow ones too), faults, frozen, coverage
+    lint, wheel, manylinux, sdist, docs, test (slow ones too), faults, sanitize, frozen, coverage
         --> a line of each: passed or FAILED, seconds, last line
 
 All parts run. Exits with 1 if one has failed. 90 minutes on two cores at most.
@@ -30,6 +30,7 @@ PARTS = [
     Part("docs", ["make", "docs"]),
     Part("test", ["make", "test", "MARKED="]),
     Part("faults", ["make", "faults"]),
+    Part("sanitize", ["make", "sanitize", "FUZZ=120"]),  # ten minutes of random calls without FUZZ
     Part("frozen", ["make", "frozen", "ARGS=--only cpu --only ptx --only sass"]),
     # Last: it builds the extension to count lines. Of `make test`: a line that only slow tests run is not covered.
     Part("coverage", ["make", "coverage"]),

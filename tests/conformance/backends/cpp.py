@@ -21,23 +21,28 @@ _pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer.restype, _pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-class _Bf16:
-    """A bf16 array as DLPack. numpy exports no ml_dtypes: this exports the bits as uint16 and then sets the type."""
+class _Exported:
+    """An array as DLPack, in the form of torch: numpy exports no ml_dtypes, and an empty array has no address."""
 
     def __init__(self, x: np.ndarray) -> None:
-        self._bits = x.view(np.uint16)
+        self._x, self._bf16 = (x.view(np.uint16) if x.dtype == BF16 else x), x.dtype == BF16
 
     def __dlpack__(self, **_: Any) -> object:
-        capsule = self._bits.__dlpack__()
-        ctypes.c_uint8.from_address(_pointer(capsule, b"dltensor") + _CODE).value = _BFLOAT
+        capsule = self._x.__dlpack__()
+        tensor = _pointer(capsule, b"dltensor")
+        if self._bf16:
+            ctypes.c_uint8.from_address(tensor + _CODE).value = _BFLOAT
+        if not self._x.size:
+            ctypes.c_void_p.from_address(tensor).value = None  # its first member, `data`
         return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return self._bits.__dlpack_device__()
+        return self._x.__dlpack_device__()
 
 
-def _exported(x: np.ndarray) -> Any:
-    return _Bf16(x) if x.dtype == BF16 else x
+def exported(x: np.ndarray) -> Any:
+    """The array itself if numpy exports it as torch does."""
+    return _Exported(x) if x.dtype == BF16 or not x.size else x
 
 
 def poisoned(out: ArrayType, byte: int) -> np.ndarray:
@@ -50,8 +55,8 @@ def run(op: KernelOp, *inputs: np.ndarray, poison: int = POISON, **options: Any)
     inputs = op.complete(inputs, np.zeros(0, np.int32))
     signature = op.signature(*(ArrayType(x.shape, x.dtype.name) for x in inputs), **options)
     outputs = tuple(poisoned(out, poison) for out in signature.out)
-    arrays = [_exported(np.array(x, order="C")) for x in inputs]  # a copy: cases are shared and may be read-only
-    cpp_bindings.run(op.name, arrays, list(map(_exported, outputs)), list(signature.attrs.values()))
+    arrays = [exported(np.array(x, order="C")) for x in inputs]  # a copy: cases are shared and may be read-only
+    cpp_bindings.run(op.name, arrays, list(map(exported, outputs)), list(signature.attrs.values()))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
