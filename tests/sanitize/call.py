@@ -1,5 +1,6 @@
 """A call of a C++ op on numpy arrays, each of which ends where its allocation ends."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,11 @@ from ..conformance.backends.cpp import POISON, exported, poisoned
 
 CPP_OPS = {name: op for name, op in OPS.items() if name in cpp_bindings.ffi_targets()}
 Array = np.ndarray
+
+
+def require_numpy_alone() -> None:
+    """Raise AssertionError if the process has a framework, whose allocator hides the ends of arrays."""
+    assert not sys.modules.keys() & {"torch", "jax"}
 
 
 def types_of(arrays: Sequence[Array]) -> list[ArrayType]:

@@ -22,7 +22,7 @@ import numpy as np
 from mxep.core_kernels.cases import Rng, fixed
 
 from ..conformance import check
-from .call import CPP_OPS, Array, call, types_of
+from .call import CPP_OPS, Array, call, require_numpy_alone, types_of
 from .draws import DRAWS, any_of
 
 MOST_BYTES = 1 << 25
@@ -199,6 +199,7 @@ def main() -> int:
             how = "tests/sanitize/sanitize.sh" if "tests.sanitize" in sys.orig_argv else "python -m"
             print(f"run it again: {how} tests.sanitize.fuzz_ops --seed {args.seed} --{failed}")
         return int(failed is not None)
+    require_numpy_alone()
     numbers = itertools.count() if args.case is None else [args.case]
     ended = run_cases(args.seed, numbers, sorted(DRAWS), time.monotonic() + args.seconds, partial(print, flush=True))
     print(f"seed {args.seed}: {summary(ended)}")

@@ -14,7 +14,7 @@ import numpy as np
 from mxep.core_kernels.cases import Case
 
 from ..cases import CASES, TABLES
-from .call import CPP_OPS, Array, call
+from .call import CPP_OPS, Array, call, require_numpy_alone
 
 ROWS = (0, 1, 32, 33)
 BROKEN = (-(2**31), -2, -1, 1, 31, 33, 97, 2**30, 2**31 - 1)
@@ -36,6 +36,7 @@ def broken(arrays: Sequence[Array]) -> Iterator[list[Array]]:
 
 
 def main() -> None:
+    require_numpy_alone()
     done: Counter[str] = Counter()
 
     def run(kind: str, case: Case, arrays: Sequence[Array], options: dict[str, Any], shift: int = 0) -> None:
