@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mxep.core_kernels.cases import Rng, fixed
+from mxep.core_kernels.conformance.check import BOUNDS, definition, same_bytes, with_rest
 
 from ..conformance import check
 from .call import CPP_OPS, Array, call, require_numpy_alone, types_of
@@ -102,15 +103,15 @@ def draw(seed: int, number: int, ops: Sequence[str]) -> Fuzzed:
 def compare(of: Fuzzed, got: Sequence[Array]) -> None:
     """Assert that the outputs are as defined. A sum in any order is compared for values without overflow."""
     case = fixed(of.op, *of.arrays, **of.options)
-    summed = any(of.op.startswith(name) for name in check.BOUNDS)
+    summed = any(of.op.startswith(name) for name in BOUNDS)
     floats = [np.abs(x.astype(np.float32)) for x in of.arrays if x.dtype.kind not in "iu"]
     floats += [np.abs(np.float32(x)) for x in of.options.values() if isinstance(x, float)]
     with np.errstate(all="ignore"):
         if not summed or all((x < MOST_FINITE)[np.isfinite(x)].all() for x in floats):
             check.as_defined("cpp", case, got)
         else:
-            arrays, want = check.definition(case)
-            check.same_bytes(check.with_rest(case, arrays, got, want)[:-1], want[:-1])
+            arrays, want = definition(case)
+            same_bytes(with_rest(case, arrays, got, want)[:-1], want[:-1])
 
 
 def planned_bytes(of: Fuzzed) -> int:
