@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,31 +30,42 @@ PRODUCTS = {name for name in OPS if name.startswith(("grouped_", "logits_"))}
 """Ops with an error bound; the others write exact bytes."""
 
 
-@lru_cache(maxsize=1)
-def definition(case: Case) -> tuple[Arrays, Arrays]:
-    """The inputs of a case, and the outputs of its definition. Kept for the next backend of the case. With optional
-    group ends it defines other rows too."""
-    arrays = case.arrays()
-    op = OPS.get(case.op)
-    defined = arrays[:-1] if op and op.optional_ends and len(arrays) == len(op.inputs) else arrays
-    want = DEFINITIONS[case.op](*defined, **case.options_of())
-    return arrays, tuple(want) if isinstance(want, tuple | list) else (want,)
+class Definition:
+    """The inputs of a case, and the outputs of its definition. Whoever compares several backends with it keeps it. With
+    optional group ends it defines other rows too."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.arrays = case, case.arrays()
+        op = OPS.get(case.op)
+        given = self.arrays[:-1] if op and op.optional_ends and len(self.arrays) == len(op.inputs) else self.arrays
+        want = DEFINITIONS[case.op](*given, **case.options_of())
+        self.want: Arrays = tuple(want) if isinstance(want, tuple | list) else (want,)
+
+    @cached_property
+    def sums(self) -> tuple[Array, Array]:
+        """Of a grouped product: its fp64 sums, and the sums of the magnitudes of its terms."""
+        op = self.case.op
+        named = zip(OPS[op].inputs, self.arrays, strict=True)
+        positive = [x if name.endswith(("sf", "ends")) else x & 0x7F if x.dtype == np.uint8 else np.abs(x)
+                    for name, x in named]  # fmt: skip
+        exact, magnitude = (DEFINITIONS[op](*of, out_dtype="float64") for of in (self.arrays, positive))
+        return exact, magnitude
 
 
-def as_defined(backend: Backend, case: Case, got: Any) -> None:
+def as_defined(backend: Backend, of: Definition, got: Any) -> None:
     """Assert the bytes of the definition, where the op specifies them. A last output that is a sum in any order is
     within its bound instead."""
-    arrays, want = definition(case)
+    case, arrays, want = of.case, of.arrays, of.want
     got = tuple(got) if isinstance(got, tuple | list) else (got,)
     require_types(got, want)
     got = with_rest(case, arrays, got, want)
     if case.op == "permute_rows":  # which copies the bits of a NaN
-        got, want = ([bits(x) for x in of] for of in (got, want))
+        got, want = ([bits(x) for x in side] for side in (got, want))
     bound = next((bound for start, bound in BOUNDS.items() if case.op.startswith(start)), None)
     if bound and want[-1].size:
         *got, total = got
         *want, _ = want
-        bound(backend, case, total, arrays)
+        bound(backend, of, total)
     same_bytes(got, want)
 
 
@@ -87,19 +98,19 @@ def fp8_sums(backend: Backend, op: str, got: Array, *operands: Array) -> None:
         same_bytes((got,), (getattr(oracle_sm90, op)(*operands, got.dtype.name),))
 
 
-def dprob_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> None:
+def dprob_bound(backend: Backend, of: Definition, got: Array) -> None:
     """The terms are exact; the order of their sum is not defined."""
-    numbers = {name: x for name, x in case.options_of().items() if name in ("alpha", "limit", "offset")}
-    dh, gate, up, *_ = arrays
+    numbers = {name: x for name, x in of.case.options_of().items() if name in ("alpha", "limit", "offset")}
+    dh, gate, up, *_ = of.arrays
     with np.errstate(invalid="ignore"):
         terms = swiglu_oracle.dprob_terms(dh, gate, up, **numbers).astype(np.float64)
         exact = np.where(np.abs(terms.sum(-1)) > np.finfo(np.float32).max, np.inf * terms.sum(-1), terms.sum(-1))
     gemm_bound(got, exact, np.abs(terms).sum(-1), terms.shape[1])
 
 
-def dprobs_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> None:
+def dprobs_bound(backend: Backend, of: Definition, got: Array) -> None:
     """Each dot product is within the bound, and zero for an empty slot."""
-    dy, rows, slots, *_ = arrays
+    dy, rows, slots, *_ = of.arrays
     none, width = slots < 0, rows.shape[1]
     gathered = rows[np.where(none, 0, slots)] if rows.size else np.zeros((*none.shape, width))
     x = np.where(none[..., None], 0, gathered.astype(np.float64))
@@ -110,37 +121,26 @@ def dprobs_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> No
     same_bytes((got[none],), (np.zeros(none.sum(), np.float32),))
 
 
-@lru_cache(maxsize=1)
-def product_sums(case: Case) -> tuple[Array, Array]:
-    """The fp64 sums of a grouped product, and of the magnitudes of its terms."""
-    arrays, _ = definition(case)
-    named = zip(OPS[case.op].inputs, arrays, strict=True)
-    positive = [x if name.endswith(("sf", "ends")) else x & 0x7F if x.dtype == np.uint8 else np.abs(x)
-                for name, x in named]  # fmt: skip
-    exact, magnitude = (DEFINITIONS[case.op](*of, out_dtype="float64") for of in (arrays, positive))
-    return exact, magnitude
-
-
-def product_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> None:
+def product_bound(backend: Backend, of: Definition, got: Array) -> None:
     """The bound of a grouped product. It is zero for rows past the last end and for groups without tokens."""
-    named = dict(zip(OPS[case.op].inputs, arrays, strict=True))
-    exact, magnitude = product_sums(case)
+    op, arrays = of.case.op, of.arrays
+    named = dict(zip(OPS[op].inputs, arrays, strict=True))
+    exact, magnitude = of.sums
     terms = sum(x.shape[1] for name, x in named.items() if re.fullmatch(r"lhs2?(_qf?)?", name))
     # fp32 roundings of a term of a blockwise sum, in halves of 2^-23: two scaled operands, or a product of scales and
     # of a partial sum
-    terms += 4 * (case.op == "grouped_mm_blockwise") + ("bias" in named)
-    if "wgrad" in case.op:
+    terms += 4 * (op == "grouped_mm_blockwise") + ("bias" in named)
+    if "wgrad" in op:
         terms = np.diff(arrays[-1], prepend=0)[:, None, None]
-    of_fp8 = hasattr(oracle_sm90, case.op)
+    of_fp8 = hasattr(oracle_sm90, op)
     gemm_bound(got, exact, magnitude, terms, fp8_chain(backend) if of_fp8 else 0)
     if of_fp8:
-        fp8_sums(backend, case.op, got, *arrays)
+        fp8_sums(backend, op, got, *arrays)
 
 
-def ffn_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> None:
+def ffn_bound(backend: Backend, of: Definition, got: Array) -> None:
     """Exact bytes where each sum has one term. Elsewhere `FFN_DB` of each expert; zeros past the last end."""
-    _, (want,) = definition(case)
-    x, *_, ends, _ = arrays
+    (want,), (x, *_, ends, _) = of.want, of.arrays
     if (np.count_nonzero(x[: ends[-1]], axis=-1) <= 1).all():
         same_bytes((got,), (want,))
     same_bytes((got[ends[-1] :],), (want[ends[-1] :],))
@@ -149,7 +149,7 @@ def ffn_bound(backend: Backend, case: Case, got: Array, arrays: Arrays) -> None:
         assert start == end or db >= FFN_DB, f"expert {expert}: {db:.1f} dB, allowed: at least {FFN_DB}"
 
 
-Bound = Callable[[Backend, Case, Array, Arrays], None]
+Bound = Callable[[Backend, Definition, Array], None]
 BOUNDS: dict[str, Bound] = {
     "swiglu_bwd": dprob_bound, "swiglu_ffn": ffn_bound, "combine_bwd": dprobs_bound, "grouped_": product_bound
 }  # fmt: skip

@@ -5,13 +5,11 @@ from mxep.core_kernels.conformance.pytest_plugin import test_case
 pytest -p mxep.core_kernels.conformance.pytest_plugin --mxep-backend my_package.backend tests/test_mxep.py
 """
 
-from functools import cache
-
 import pytest
 
-from ..cases import Case
 from .backend import LackingError, load
 from .cases import CONFORMANCE
+from .check import Definition
 from .runner import Runner
 
 __all__ = ["compare", "test_case"]
@@ -35,24 +33,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("backend", "name"), offered)
 
 
-def test_case(backend: str, name: str) -> None:
-    compare(_runner(backend), CONFORMANCE[name])
+@pytest.fixture(scope="session")
+def mxep_runners() -> dict[str, Runner]:
+    """The runners of a session, by backend: a runner detects the mode of a function once."""
+    return {}
 
 
-@cache
-def _runner(backend: str) -> Runner:
-    return Runner(load(backend))
+def test_case(backend: str, name: str, mxep_runners: dict[str, Runner]) -> None:
+    if backend not in mxep_runners:
+        mxep_runners[backend] = Runner(load(backend))
+    compare(mxep_runners[backend], Definition(CONFORMANCE[name]))
 
 
-def compare(runner: Runner, case: Case) -> None:
+def compare(runner: Runner, of: Definition) -> None:
     """Fail unless a backend's outputs are as defined; skip a call that it lacks."""
     try:
-        got = runner.outputs(case)
+        got = runner.outputs(of)
     except LackingError as error:
         pytest.skip(str(error))
     message = ""
     try:
-        runner.require(case, got)
+        runner.require(of, got)
     except AssertionError as error:
         message = str(error)
     if message:

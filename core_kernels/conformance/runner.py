@@ -15,6 +15,7 @@ from . import check, rules
 from .backend import MODE, Backend, LackingError
 from .blocks import Blocks
 from .cases import CONFORMANCE
+from .check import Definition
 from .compare import DifferentError
 from .definitions import DEFINITIONS
 from .report import Ran, Report, found_rules, show_block
@@ -97,9 +98,9 @@ class Runner:
             self._modes[op] = {name: known[name] for name in fixed}
         return self._modes.get(op, {})
 
-    def outputs(self, case: Case) -> tuple[Any, ...]:
+    def outputs(self, of: Definition) -> tuple[Any, ...]:
         """Of a case, in the mode of its function. Raises LackingError as of `Backend.call`."""
-        return self.backend.call(case, check.definition(case)[0], self.mode(case.op))
+        return self.backend.call(of.case, of.arrays, self.mode(of.case.op))
 
     def _plain_cases(self, op: str) -> dict[str, Case]:
         """The cases of the default mode, whatever rule the function has."""
@@ -115,12 +116,12 @@ class Runner:
         quantized: list[Quantized] = []
         for case in self._plain_cases(op).values() if op in QUANTIZED else ():
             try:
-                arrays, want = check.definition(case)
-                got = self.backend.call(case, arrays, dict(zip(MODE, (Rounding.RCEIL, False), strict=True)))
-                check.require_types(got, want)
+                of = Definition(case)
+                got = self.backend.call(case, of.arrays, dict(zip(MODE, (Rounding.RCEIL, False), strict=True)))
+                check.require_types(got, of.want)
             except Exception:  # which the case itself reports
                 continue
-            quantized += QUANTIZED[op](arrays, case.options_of(), got)
+            quantized += QUANTIZED[op](of.arrays, case.options_of(), got)
         if not quantized:
             return {}
         verdicts = rules.judge(to_blocks(quantized), ("scale", "infinity"))
@@ -130,47 +131,47 @@ class Runner:
 
     def run(self, name: str, case: Case) -> None:
         """Compare one case and note the result."""
-        ran = self.report.ops.setdefault(case.op, Ran())
+        ran, of = self.report.ops.setdefault(case.op, Ran()), Definition(case)
         try:
-            got = self.outputs(case)
+            got = self.outputs(of)
         except LackingError as error:
             ran.skipped[name] = str(error)
             return
         except Exception as error:
             ran.differ[name] = f"raised {type(error).__name__}: {error}"
             return
-        self._keep(name, case, got)
+        self._keep(name, of, got)
         ran.digests[name] = digest(got)
         try:
-            self.require(case, got)
+            self.require(of, got)
         except AssertionError as error:
             ran.differ[name] = str(error)
         else:
             ran.agree.append(name)
 
-    def _keep(self, name: str, case: Case, got: tuple[Any, ...]) -> None:
+    def _keep(self, name: str, of: Definition, got: tuple[Any, ...]) -> None:
         """Keep the blocks of a case for `find_rules`."""
+        case, arrays, want = of.case, of.arrays, of.want
         if case.op not in QUANTIZED:
             return
-        arrays, want = check.definition(case)
         options = self._asked(case)
         mode = mode_of(options)
         if [(x.shape, x.dtype) for x in got] == [(x.shape, x.dtype) for x in want]:
             blocks = self._blocks.setdefault(case.op, {}).setdefault((mode["rounding"], mode["satfinite"]), [])
             blocks += [(name, part) for part in QUANTIZED[case.op](arrays, options, got)]
 
-    def require(self, case: Case, got: Any) -> None:
+    def require(self, of: Definition, got: Any) -> None:
         """Raise AssertionError, with the first differing block in bits, unless got is as defined."""
         try:
-            check.as_defined(self.backend, case, got)
+            check.as_defined(self.backend, of, got)
         except AssertionError as error:
             raise AssertionError(
-                self.explain(case, tuple(got) if isinstance(got, tuple | list) else (got,), error)
+                self.explain(of, tuple(got) if isinstance(got, tuple | list) else (got,), error)
             ) from None
 
-    def explain(self, case: Case, got: tuple[Any, ...], error: AssertionError) -> str:
+    def explain(self, of: Definition, got: tuple[Any, ...], error: AssertionError) -> str:
         """The first differing block in bits, with the rule that it breaks."""
-        arrays, want = check.definition(case)
+        case, arrays, want = of.case, of.arrays, of.want
         rule = next((text for start, text in RULE.items() if case.op.startswith(start)), "the bytes of the definition")
         message = f"{error}\nrule: {rule}"
         if case.op not in QUANTIZED or not isinstance(error, DifferentError) or not error.index:

@@ -16,7 +16,7 @@ from mxep.core_kernels.cases import Case
 from mxep.core_kernels.conformance import pytest_plugin
 
 from ..cases import PRODUCTS
-from . import backends
+from . import backends, check
 
 
 def marks(case: Case) -> list[pytest.MarkDecorator]:
@@ -66,4 +66,4 @@ def parametrize(metafunc: pytest.Metafunc, names: Iterable[str], table: Mapping[
 
 def compare(backend: str, case: Case) -> None:
     """Assert that the backend's op returns what the case's definition returns."""
-    pytest_plugin.compare(backends.runner(backend), case)
+    pytest_plugin.compare(backends.runner(backend), check.definition(case))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mxep.core_kernels.cases import Rng, fixed
-from mxep.core_kernels.conformance.check import BOUNDS, definition, same_bytes, with_rest
+from mxep.core_kernels.conformance.check import BOUNDS, Definition, same_bytes, with_rest
 
 from ..conformance import check
 from .call import CPP_OPS, Array, call, require_numpy_alone, types_of
@@ -110,8 +110,8 @@ def compare(of: Fuzzed, got: Sequence[Array]) -> None:
         if not summed or all((x < MOST_FINITE)[np.isfinite(x)].all() for x in floats):
             check.as_defined("cpp", case, got)
         else:
-            arrays, want = definition(case)
-            same_bytes(with_rest(case, arrays, got, want)[:-1], want[:-1])
+            of_case = Definition(case)
+            same_bytes(with_rest(case, of_case.arrays, got, of_case.want)[:-1], of_case.want[:-1])
 
 
 def planned_bytes(of: Fuzzed) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from mxep.core_kernels.cases import MODES
 from mxep.core_kernels.conformance.backend import load
 from mxep.core_kernels.conformance.cases import CONFORMANCE
-from mxep.core_kernels.conformance.check import definition
+from mxep.core_kernels.conformance.check import Definition
 from mxep.core_kernels.conformance.report import Report
 from mxep.core_kernels.conformance.runner import digest, run
 from mxep.core_kernels.quantize.cases import MATRICES
@@ -64,7 +64,7 @@ def run_library(name: str) -> dict[str, Any]:
 def of_definition() -> dict[str, dict[str, str]]:
     """Letter -> input -> digest of the definition's bytes."""
     return {
-        DEFINED[mode]: {name: digest(definition(CONFORMANCE[f"{OP}-{name}-{mode}"])[1]) for name in MATRICES}
+        DEFINED[mode]: {name: digest(Definition(CONFORMANCE[f"{OP}-{name}-{mode}"]).want) for name in MATRICES}
         for mode in MODES
     }
 
