@@ -25,7 +25,7 @@ from ..ops.private import all_to_all as _collective
 from ..ops.private import group_named
 from ..routing.permute import spread
 from ..routing.weighted_combine import sum_slots
-from .process_groups import Splits, checked_all_to_all, degree_of
+from .process_groups import Splits, checked_all_to_all, degree_of, naming_errors
 
 
 class TokenReplicas(NamedTuple):
@@ -52,11 +52,15 @@ class TokenReplicas(NamedTuple):
     top_k: int
 
 
-def all_to_all(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str) -> Tensor:
-    """Rows of x between the ranks of a group; no gradient. The result of one rank is x itself."""
+def all_to_all(
+    x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, op: str = "all-to-all", rows: str = "rows"
+) -> Tensor:
+    """Rows of x between the ranks of a group; no gradient. The result of one rank is x itself. op, rows: of the error
+    of a rank that has ended or does not answer."""
     if degree_of(group_name) == 1:
         return x
-    return _collective(x, list(output_splits), list(input_splits), group_named(group_name))
+    with naming_errors(op, rows, "an error while the ranks exchange them"):
+        return _collective(x, list(output_splits), list(input_splits), group_named(group_name))
 
 
 def packed_rows(x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, rounding: int) -> MXTensor:

@@ -20,7 +20,7 @@ from ..ops.checks import check_counts, check_probs, check_shape, require_total
 from ..ops.private import group_named
 from ..routing.permute import check_replicas
 from .all_to_all import TokenReplicas, all_to_all
-from .process_groups import agree, can_compare, check_rows_to_send, compare_calls, key_of, raise_collective_error
+from .process_groups import agree, can_compare, check_rows_to_send, compare_calls, key_of
 from .replicas import Layout, lay_out
 from .shards import ALONE, Ranks
 
@@ -209,10 +209,7 @@ def _exchange_counts(message: Tensor, ranks: Ranks, copies: int) -> tuple[Tensor
 def _exchange_messages(message: Tensor, group_name: str, degree: int, local: int) -> tuple[Tensor, Tensor, Tensor]:
     """E * ranks integers take no longer than E, and they give the balance of the whole batch."""
     splits = [message.shape[0]] * degree
-    try:
-        of_all = all_to_all(message.repeat(degree), splits, splits, group_name).view(degree, -1)
-    except RuntimeError as error:
-        raise_collective_error("dispatch", "counts", f"an error while the ranks exchange them: {error}")
+    of_all = all_to_all(message.repeat(degree), splits, splits, group_name, "dispatch", "counts").view(degree, -1)
     rank = group_named(group_name).rank()
     copies = of_all[:, degree * local + 1 :][:, rank : rank + 1]
     return of_all, of_all[:, rank * local : (rank + 1) * local].reshape(-1), copies

@@ -5,7 +5,8 @@ arguments of a rank --check--> valid or an error --all-gather--> table of all ra
 
 import dataclasses
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -125,6 +126,17 @@ def raise_collective_error(op: str, argument: str, got: str) -> NoReturn:
     fail(RuntimeError, op, argument, got, hint=hint)
 
 
+@contextmanager
+def naming_errors(op: str, argument: str, got: str) -> Iterator[None]:
+    """Around a collective, whose own errors name no op."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # a RuntimeError too, which scripts catch by its type
+        raise
+    except RuntimeError as error:
+        raise_collective_error(op, argument, f"{got}: {error}")
+
+
 def table_of_ranks(op: str, values: Sequence[int], group_name: str) -> list[list[int]]:
     """Row r: the values of rank r. An all-gather of int64, on the CPU if the group has a CPU backend; the host waits.
     All ranks pass equally many values."""
@@ -132,10 +144,8 @@ def table_of_ranks(op: str, values: Sequence[int], group_name: str) -> list[list
     on_cpu = "cpu:" in dist.get_backend_config(group)
     device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    try:
+    with naming_errors(op, "sizes", "an error while the ranks compare them"):
         return all_gather(mine, group).view(group.size(), -1).tolist()
-    except RuntimeError as error:
-        raise_collective_error(op, "sizes", f"an error while the ranks compare them: {error}")
 
 
 def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Exception | None) -> None:

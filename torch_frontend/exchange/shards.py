@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...core_kernels.launch import fail
 from ..ops.differentiable import differentiable
 from ..ops.private import all_reduce, group_named
+from .process_groups import naming_errors
 
 
 class Ranks(NamedTuple):
@@ -53,7 +54,8 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = all_reduce(grads[0].contiguous(), group_named(ctx.group_name))
+        with naming_errors("ExpertParallel", "gradients", "an error while the ranks add them"):
+            total = all_reduce(grads[0].contiguous(), group_named(ctx.group_name))
         return total / ctx.divisor, None, None
 
 

@@ -1,0 +1,38 @@
+"""One of three ranks of PeerMemory on a CPU dies or hangs in mid step; run by test_peer_deaths.py. Kernels, memory and
+barriers are as in peer_ranks.py: the barrier is of Gloo, and so is its time limit."""
+
+from collections.abc import Callable
+from functools import partial
+
+from mxep.torch_frontend import ExpertParallel, PeerMemory
+
+from ..overlap import peer_ranks
+from . import ep_deaths
+from .ep_deaths import BACKWARD, BEFORE, EXPERTS, GRADIENTS, RANKS, REDUCE, Layer, watch
+
+INTERPRETER = True
+KERNEL, BARRIER = "kernel", "barrier"
+PHASES = [
+    BEFORE, KERNEL, BARRIER, *[KERNEL] * 3, BARRIER, EXPERTS, BARRIER, KERNEL,
+    BACKWARD, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2, REDUCE,
+]  # fmt: skip
+DEATHS = ep_deaths.deaths("PeerMemory", PHASES)
+
+
+def begin(rank: int) -> None:
+    peer_ranks.begin(rank)
+    ep_deaths.begin(rank)
+    watch(PeerMemory, "launch", KERNEL)
+    watch(PeerMemory, "barrier", BARRIER)
+
+
+def layer(exchange: str) -> Layer:
+    group = ep_deaths.limited_group()
+    memory = peer_ranks.files().open(group, ep_deaths.TOKENS * ep_deaths.TOP_K * RANKS)
+    layer = ep_deaths.sharded(ExpertParallel(transport=memory), group)
+    ep_deaths.step(layer)  # the first step compares arguments and maps memory
+    return layer
+
+
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    return {name: partial(ep_deaths.run, death, layer, PHASES) for name, death in DEATHS.items()}
