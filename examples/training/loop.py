@@ -95,7 +95,10 @@ def train(
         if checkpoint_every and (done % checkpoint_every == 0 or is_last):
             state = trainer.state(done)
             if state is not None:
-                save(args.out, state, run)
+                try:
+                    save(args.out, state, run)
+                except OSError as error:
+                    sys.exit(f"{framework}: error: {error}")
             log.restart_clock()
     log.close()
 

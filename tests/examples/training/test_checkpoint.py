@@ -1,6 +1,9 @@
 """Checkpoints are complete or absent. Resume takes the last complete one and rejects another run's."""
 
 import json
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,16 +15,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from examples.training.checkpoint import Checkpoint, load_checkpoint, load_weights, save_checkpoint
-from examples.training.config import PRESETS, describe
+from examples.training.config import describe
 from examples.training.weights import initial_weights, weight_shapes
 
-TINY = PRESETS["tiny"]
-RUN = describe(TINY, recipe="mxfp8")
+from .faulty_saves import RUN, STEP, TINY, state
 
-
-def state(step: int) -> Checkpoint:
-    weights = initial_weights(replace(TINY, seed=step))
-    return Checkpoint(step, weights, {n: a + 1 for n, a in weights.items()}, {n: a + 2 for n, a in weights.items()})
+ROOT = Path(__file__).parents[3]
 
 
 def assert_same(a: Checkpoint, b: Checkpoint) -> None:
@@ -65,6 +64,93 @@ def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path, monkeypatc
     assert_same(loaded, state(5))
     save_checkpoint(tmp_path, state(10), RUN)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000005", "step-000010"]
+
+
+@pytest.fixture(scope="module")
+def before_save(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Complete checkpoints of steps 5 and 10, a damaged one of the saved step, and the rest of a killed save."""
+    base = tmp_path_factory.mktemp("before")
+    for step in (5, 10, STEP):
+        save_checkpoint(base, state(step), RUN)
+    save_checkpoint(base / "other", state(5), RUN).rename(base / "step-000005")
+    (base / "other").rmdir()
+    shutil.copytree(base / "step-000005", base / f"step-{STEP:06d}.partial")
+    flip_last_bit(base / f"step-{STEP:06d}" / "weights.safetensors")
+    return base
+
+
+@pytest.mark.parametrize("kind", ["kill", "full"])
+def test_a_fault_at_any_file_operation_leaves_a_complete_checkpoint(tmp_path, before_save, kind):
+    """The process of the save is killed, or its disk is full, at the n-th operation, for all n."""
+    command = [sys.executable, "-m", "tests.examples.training.faulty_saves", kind, str(before_save), str(tmp_path)]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    saves = [json.loads(line) for line in told.splitlines()]
+    operations = [save["operation"] for save in saves]
+    renamed = operations.index(f"rename step-{STEP:06d}.partial")
+    for file in ("weights.safetensors", "optimizer.safetensors", "meta.json"):
+        first = operations.index(f"open {file}")
+        assert operations[first : first + 3] == [f"open {file}", f"write {file}", f"fsync {file}"]
+        assert operations.count(f"remove {file}") == 3, "the partial, the damaged and the oldest checkpoint"
+    for number, save in enumerate(saves):
+        out = tmp_path / str(number + 1)
+        loaded = load_checkpoint(out, RUN)
+        assert loaded is not None
+        assert_same(loaded, state(STEP if number > renamed else 10))
+        faulty = number + 1 < len(saves)
+        assert save["signal"] == (-signal.SIGKILL if kind == "kill" and faulty else 0)
+        if kind == "full" and faulty and save["error"]:
+            file = save["operation"].partition(" ")[2]
+            assert re.match(r"\[Errno 28\] (checkpoint: )?No space left on device", save["error"])
+            assert file in save["error"].rpartition(": '")[2], save
+            if number <= renamed + 2:
+                assert (
+                    "; free space or allow writing, then pass --resume, which continues from the last" in save["error"]
+                )
+                assert not list(out.glob("*.partial")), "the space is free again"
+        save_checkpoint(out, state(STEP), RUN)
+        loaded = load_checkpoint(out, RUN)
+        assert loaded is not None
+        assert_same(loaded, state(STEP))
+        assert sorted(p.name for p in out.iterdir()) == ["step-000010", f"step-{STEP:06d}"]
+
+
+def test_a_full_disk_ends_the_save_with_the_file(tmp_path):
+    """A limit of the size of files, which the system enforces when bytes are written."""
+    code = (
+        "import resource, sys; from pathlib import Path; from tests.examples.training.faulty_saves import *;"
+        "save_checkpoint(Path(sys.argv[1]), state(10), RUN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY));"
+        "save_checkpoint(Path(sys.argv[1]), state(15), RUN)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True)
+    told = r"checkpoint: File too large; free space .* --resume, .*: '.*step-000015.partial/weights.safetensors'"
+    assert re.search(told, run.stderr), run.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000010"]
+    loaded = load_checkpoint(tmp_path, RUN)
+    assert loaded is not None
+    assert_same(loaded, state(10))
+
+
+def test_every_byte_of_a_checkpoint_is_checked(tmp_path, capsys):
+    """A bit of each byte of meta.json, and of bytes of the other files, and files of any length below theirs."""
+    for step in (5, 10):
+        folder = save_checkpoint(tmp_path, state(step), RUN)
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        positions = range(0, len(data), 1 if file.name == "meta.json" else len(data) // 20)
+        flipped = (data[:i] + bytes([data[i] ^ 1 << i % 8]) + data[i + 1 :] for i in positions)
+        for damaged in (*flipped, *(data[:i] for i in range(0, len(data), len(data) // 20))):
+            file.write_bytes(damaged)
+            loaded = load_checkpoint(tmp_path, RUN)
+            assert loaded is not None
+            assert loaded.step == 5, (file.name, damaged)
+            told = capsys.readouterr().err
+            assert "step-000010 is damaged and is skipped: " in told
+            assert file.name in told, told
+        file.write_bytes(data)
+    loaded = load_checkpoint(tmp_path, RUN)
+    assert loaded is not None
+    assert_same(loaded, state(10))
 
 
 def test_folders_of_later_steps_do_not_replace_the_new_checkpoint(tmp_path):
@@ -114,6 +200,12 @@ DAMAGES = {
 }
 
 
+EVERY_ONE = (
+    r"--resume: .*every checkpoint is damaged: step-000010: optimizer.safetensors has SHA-256 .*; "
+    r"step-000005: optimizer.safetensors has SHA-256 .*; restore one or pass another --out"
+)
+
+
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, damage):
     for step in (5, 10):
@@ -128,7 +220,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, damage
 def test_damage_in_every_checkpoint_is_an_error(tmp_path):
     for step in (5, 10):
         flip_last_bit(save_checkpoint(tmp_path, state(step), RUN) / "optimizer.safetensors")
-    with pytest.raises(ValueError, match=r"--resume: .*every checkpoint is damaged: step-000005, step-000010; restore"):
+    with pytest.raises(ValueError, match=EVERY_ONE):
         load_checkpoint(tmp_path, RUN)
 
 
@@ -179,7 +271,7 @@ def test_bf16_weights_load_as_fp32(tmp_path):
         "from examples.training.checkpoint import load_weights;"
         "load_weights(Path(sys.argv[1]), weight_shapes(PRESETS['tiny']))"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[3], check=True)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
 
 
 def test_integer_weights_are_an_error(tmp_path):

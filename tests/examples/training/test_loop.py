@@ -1,6 +1,8 @@
 """--resume and the times of checkpoints, with a fake trainer that records its first step."""
 
 import argparse
+import errno
+import os
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +69,23 @@ def test_resume_from_damaged_checkpoints_fails_and_keeps_the_log(tmp_path):
     for folder in tmp_path.glob("step-*"):
         (folder / "meta.json").write_text("{}")
     log = (tmp_path / LOG_NAME).read_bytes()
-    with pytest.raises(SystemExit, match=r"fake: error: --resume: .*every checkpoint is damaged: step-000002, step-0"):
+    with pytest.raises(SystemExit, match=r"fake: error: --resume: .*every checkpoint is damaged: step-000004: m"):
         run(tmp_path, resume=True)
     assert (tmp_path / LOG_NAME).read_bytes() == log
+
+
+def test_a_full_disk_ends_the_run_and_resume_continues(tmp_path, monkeypatch):
+    run(tmp_path, resume=False, steps=2, schedule_steps=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", no_space)
+        with pytest.raises(SystemExit, match=r"fake: error: .*checkpoint: No space left .* pass --resume, .*weights"):
+            run(tmp_path, resume=True)
+    assert [folder.name for folder in step_folders(tmp_path)] == ["step-000002"]
+    assert run(tmp_path, resume=True) == 2
+
+
+def no_space(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
