@@ -12,6 +12,7 @@ from ..exchange.counts import Request, send_error_sentinel
 from ..exchange.process_groups import raise_collective_error
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int
+from ..ops.private import hide_from_modes
 from .planned_exchange import PlannedExchange
 from .symmetric import copy_each
 from .transport import CHUNK_BYTES, Part, Transfer, Where, allocate_received, allocate_rows, find_group
@@ -86,8 +87,9 @@ class _Batches:
             for m in between_ranks(step.receives, self.rank):
                 rows = destination.narrow(0, m.destination, m.rows)
                 batch.append(dist.P2POp(dist.irecv, rows, group=self.group, group_peer=m.peer))
-        # torch refuses an empty batch. NCCL's communicator exists, since the counts came over it.
-        with self._named(chunk, batch):
+        # torch refuses an empty batch. NCCL's communicator exists, since the counts came over it. A policy of selective
+        # checkpointing could save these ops, but not the rows that they write: the backward would wait for no rows.
+        with self._named(chunk, batch), hide_from_modes():
             self.under_way[chunk] = dist.batch_isend_irecv(batch) if batch else [], batch
 
     def wait(self, chunk: int) -> None:

@@ -1,0 +1,167 @@
+"""Layers of the table in PyTorch, what is compared of them, and the contracts of one row.
+
+Logits and gates are exact: tokens, router and gate are small multiples of powers of two, so that their fp32 products
+have the same sums in any order. The tests are then about mxep, and not about the order in which a BLAS adds.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from mxep.core_kernels.policy.recipe import Recipe
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, SharedExpert
+from mxep.torch_frontend.overlap.expert_parallel import Transport
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from .table import Row
+
+DIM, HIDDEN, EXPERTS, TOP_K, TOKENS = 64, 96, 8, 2, 48
+Named = dict[str, Tensor]
+
+
+def recipe_of(name: str) -> Recipe:
+    return Recipe.parse("mxfp8", compute="fold") if name == "folded" else Recipe.parse(name)
+
+
+def grid(*shape: int, seed: int, step: float, most: int) -> Tensor:
+    """Multiples of `step`, at most `most` of them."""
+    return torch.randint(-most, most + 1, shape, generator=torch.Generator().manual_seed(seed)) * step
+
+
+def layer_of(row: Row, device: str, recompute: bool = False) -> MoE:
+    """The same weights in every process and for every exchange."""
+    extras, shared = row["extras"], None
+    if extras in ("shared", "gated"):
+        shared = SharedExpert(HIDDEN, gate=extras == "gated")
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dtype": getattr(torch, row["dtype"]), "shared": shared, "bias": extras == "biases"}
+    router = RouterConfig(TOP_K, bias=extras == "biases", prob_in=row["prob_in"])  # type: ignore[arg-type]
+    moe = MoE(DIM, HIDDEN, EXPERTS, router, recipe=recipe_of(row["recipe"]), recompute=recompute, **options)
+    exact = {"router.weight": (EXPERTS, DIM), "router.bias": (EXPERTS,), "shared_gate.weight": (1, DIM)}
+    with torch.no_grad():
+        for name, p in moe.named_parameters():
+            if name in exact:
+                p.copy_(grid(*exact[name], seed=len(name), step=1 / 16, most=8))
+            elif name.startswith("experts.b"):
+                p.normal_()
+    return moe.to(device)
+
+
+def tokens(row: Row, device: str, seed: int = 1, number: int = TOKENS) -> Tensor:
+    return grid(number, DIM, seed=seed, step=1 / 8, most=32).to(device, getattr(torch, row["dtype"]))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def step(moe: nn.Module, x: Tensor, dy: Tensor, run: Callable[..., Any] | None = None, aux: float = 1.0) -> Named:
+    """y, the rows of each expert, the auxiliary loss, and the gradients of x and of the parameters, of this rank. aux:
+    the gradient of the auxiliary loss."""
+    x = x.detach().clone().requires_grad_()
+    y, stats = moe(x) if run is None else run(moe, x)
+    names, parameters = zip(*moe.named_parameters(), strict=True)
+    grads = torch.autograd.grad([y, stats.aux_loss], [x, *parameters], [dy, torch.full_like(stats.aux_loss, aux)])
+    found = {"y": y.detach(), "counts": stats.counts, "aux_loss": stats.aux_loss.detach()}
+    return found | {name: local(g) for name, g in zip(("x", *names), grads, strict=True)}
+
+
+def same(got: Named, want: Named, what: object) -> None:
+    """All bytes, with the name of each tensor that differs."""
+    assert got.keys() == want.keys()
+    bytes_of = [{name: t.reshape(-1).view(torch.uint8) for name, t in each.items()} for each in (got, want)]
+    others = [name for name in got if not torch.equal(bytes_of[0][name], bytes_of[1][name])]
+    assert not others, (what, others)
+
+
+def near(got: Tensor, want: Tensor, bound: float, what: object) -> None:
+    """The largest difference, as a share of the largest value."""
+    share = ((got - want).abs().max() / want.abs().max()).item()
+    assert share <= bound, (what, share)
+
+
+# --- replay -----------------------------------------------------------------------------------------------------
+
+
+def keep_collectives(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = "c10d" in str(op) or "all_to_all" in str(op)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+REPLAYS: dict[str, Callable[..., Any]] = {
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, keep_collectives)
+    ),
+}
+"""`recompute` is an argument of the layer."""
+
+
+# --- a row of the table ---------------------------------------------------------------------------------------------
+
+Carrier = Callable[[], Transport]
+
+
+def style_of(exchange: str, carriers: dict[str, Carrier]) -> ExpertParallel:
+    _, _, how = exchange.partition("deduplicate ")
+    transport = carriers[exchange]() if exchange in carriers else None
+    return ExpertParallel(gradients="sum", transport=transport, deduplicate=how or None)  # type: ignore[arg-type]
+
+
+def contracts(row: Row, mesh: DeviceMesh, carriers: dict[str, Carrier]) -> None:
+    """The row's layer, on all ranks of the mesh or in one process: replays, forms of the forward, the other ranks."""
+    device, ranks, rank = mesh.device_type, mesh.size(), mesh.get_local_rank()
+    alone = row["exchange"] == "one process"
+    part = slice(None) if alone else slice(rank * TOKENS // ranks, (rank + 1) * TOKENS // ranks)
+    all_x, all_dy = tokens(row, device), torch.randn(TOKENS, DIM, generator=torch.Generator().manual_seed(2))
+    all_dy = all_dy.to(device, all_x.dtype)
+    x, dy = all_x[part], all_dy[part]
+
+    def made(recompute: bool = False) -> MoE:
+        moe = layer_of(row, device, recompute)
+        return moe if alone else parallelize_module(moe, mesh, style_of(row["exchange"], carriers))  # type: ignore[return-value]
+
+    moe = made()
+    want = step(moe, x, dy)
+    same(step(moe, x, dy), want, "run to run")
+    again = row["replay"] == "recompute"
+    same(step(made(again), x, dy, REPLAYS.get(row["replay"])), want, "replay")
+    same_forwards(moe, x, want["y"])
+    if not alone:
+        # The auxiliary loss of a rank is of its tokens.
+        of_all = step(layer_of(row, device), all_x, all_dy, aux=0)
+        like_one_process(step(moe, x, dy, aux=0), of_all, part, rank, row)
+
+
+def same_forwards(moe: MoE, x: Tensor, y: Tensor) -> None:
+    """`eval()` under `no_grad`, cached weights, and both, have the bits of the forward of training."""
+    moe.eval()
+    for held in (False, True):
+        for recorded in (False, True):
+            with ExitStack() as stack:
+                if held:
+                    stack.enter_context(moe.cached_weights())
+                stack.enter_context(torch.set_grad_enabled(recorded))
+                same({"y": moe(x)[0].detach()}, {"y": y}, (held, recorded))
+    moe.train()
+
+
+def like_one_process(got: Named, want: Named, part: slice, rank: int, row: Row) -> None:
+    """Of one process: y, counts, and the gradients of x and of the experts to the bit; sums over the ranks within a
+    bound. deduplicate="both" rounds the sum of a rank, which y and all gradients then have."""
+    if row["exchange"] == "deduplicate both":
+        same({"counts": got["counts"]}, {"counts": want["counts"]}, "counts")
+        near(got["y"].float(), want["y"][part].float(), 2**-6, "y")  # measured: 2^-7.4, two roundings to bf16
+        return
+    exact = ("y", "x", "counts")
+    same({n: got[n] for n in exact}, {n: want[n] if n == "counts" else want[n][part] for n in exact}, "one process")
+    for name, grad in got.items():
+        if name.startswith("experts."):
+            experts = slice(rank * len(grad), (rank + 1) * len(grad))
+            same({name: grad}, {name: want[name][experts]}, "one process")

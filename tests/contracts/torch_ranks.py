@@ -1,0 +1,47 @@
+"""The rows of the table on two ranks over Gloo, by name; test_torch_ranks.py runs them."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch.distributed as dist
+from mxep.torch_frontend import Collectives
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .table import TORCH, Row, all_rows, allowed, name_of, pairwise
+from .torch_layers import Carrier, contracts
+
+
+@cache
+def world() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+@cache
+def collectives() -> Collectives:
+    return Collectives(world().get_group(), chunk_bytes=1)
+
+
+CARRIERS: dict[str, Carrier] = {"Collectives": collectives}
+
+
+def part_of(row: Row) -> str:
+    return f"product-{row['exchange']}-{row['recipe']}"
+
+
+def product_of(part: str) -> None:
+    for row in all_rows(TORCH, allowed):
+        if part_of(row) == part:
+            try:
+                contracts(row, world(), CARRIERS)
+            except AssertionError as error:
+                raise AssertionError(name_of(row)) from error
+
+
+PRODUCT = tuple(dict.fromkeys(map(part_of, all_rows(TORCH, allowed))))
+
+
+def checks(ranks: int) -> dict[str, Callable[[], object]]:
+    return {
+        **{name_of(row): lambda row=row: contracts(row, world(), CARRIERS) for row in pairwise(TORCH, allowed)},
+        **{part: partial(product_of, part) for part in PRODUCT},
+    }
