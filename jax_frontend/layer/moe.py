@@ -14,6 +14,7 @@ T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups 
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -240,9 +241,23 @@ def _layer(
     overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
     fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
-    mean_prob_E = shares_E / max(replicas * x_TD.shape[0], 1)
-    aux_loss = config.num_experts * (fraction_E * mean_prob_E).sum()
+    tokens_of_ranks = max(replicas * x_TD.shape[0], 1)
+    aux_loss: jax.Array = _balance(shares_E, fraction_E, tokens_of_ranks)
     return y_TD.reshape(x.shape), MoEStats(counts, aux_loss, overflow)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _balance(shares_E: jax.Array, fraction_E: jax.Array, tokens: int) -> jax.Array:
+    """The auxiliary loss. XLA may multiply constants of its gradient in another order where the forward is recomputed:
+    the barrier makes the factor one array in every program."""
+    return fraction_E.size * (fraction_E * (shares_E / tokens)).sum()
+
+
+def _balance_bwd(tokens, fraction_E, grad):
+    return grad * jax.lax.optimization_barrier(fraction_E * fraction_E.size / tokens), None
+
+
+_balance.defvjp(lambda shares_E, fraction_E, tokens: (_balance(shares_E, fraction_E, tokens), fraction_E), _balance_bwd)
 
 
 def sharded_apply(

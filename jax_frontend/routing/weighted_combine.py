@@ -42,19 +42,27 @@ def _sum_slots(rows: jax.Array, slots: jax.Array, reader: Reader = HERE) -> jax.
 sum_slots = jitted(_sum_slots, 2)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _widened(x: jax.Array, dtype: str) -> jax.Array:
-    """x of the dtype in fp32; its gradient is rounded here."""
-    return x.astype(jnp.float32)
+@jax.custom_vjp
+def _weighed(x: jax.Array, probs: jax.Array) -> jax.Array:
+    return rounded(x.astype(jnp.float32)[:, None] * probs[..., None], jnp.bfloat16)
 
 
-_widened.defvjp(lambda x, dtype: (_widened(x, dtype), None), lambda dtype, _, grad: (rounded(grad, dtype),))
+def _weighed_bwd(residuals, grad):
+    # In a loop with other ops XLA adds with other roundings. The barriers keep the sums in loops of their own: a
+    # recomputed forward gives the same bits.
+    x, probs, grad = jax.lax.optimization_barrier((*residuals, grad))
+    grad = grad.astype(jnp.float32)
+    dx = rounded((grad * probs[..., None]).sum(1), x.dtype)
+    dprobs = (grad * x.astype(jnp.float32)[:, None]).sum(-1)
+    return jax.lax.optimization_barrier((dx, dprobs))
+
+
+_weighed.defvjp(lambda x, probs: (_weighed(x, probs), (x, probs)), _weighed_bwd)
 
 
 def weigh_slots(x: jax.Array, probs: jax.Array) -> jax.Array:
     """A row per slot: x (T, D) times probs (T, K), computed in fp32 -> (T K, D) bf16."""
-    wide: jax.Array = _widened(x, x.dtype.name)
-    return rounded((wide[:, None] * probs[..., None]).reshape(-1, x.shape[1]), jnp.bfloat16)
+    return _weighed(*arguments("moe.apply", x, probs)).reshape(-1, x.shape[1])
 
 
 def sum_of_slots(rows: jax.Array, top_k: int, out_dtype: Any) -> jax.Array:
