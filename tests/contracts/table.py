@@ -77,6 +77,8 @@ JAX: Factors = {
     "extras": EXTRAS,
     "dtype": DTYPES,
 }
+JAX_PRODUCT: Factors = {**JAX, "recipe": ("mxfp8",), "extras": ("gated",)}
+"""All of `JAX` would compile for two hours."""
 
 
 def allowed(row: Row) -> bool:

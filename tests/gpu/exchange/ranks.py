@@ -23,6 +23,8 @@ from mxep.torch_frontend import Collectives, CopyEngines, PeerMemory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
+from ...contracts.table import ON_GPUS, allowed, name_of, pairwise
+from ...contracts.torch_layers import contracts_of_ranks
 from ...torch_frontend.exchange import ep_replicas, ep_skips
 from ...torch_frontend.layer import ep_training
 from ...torch_frontend.overlap import ep_overlap, ep_peers
@@ -80,6 +82,20 @@ def peer_memory() -> PeerMemory:
     return opened(ep_overlap.MOST_TOKENS * ep_overlap.TOP_K * dist.get_world_size())
 
 
+@cache
+def growing_memory() -> PeerMemory:
+    return opened(None)
+
+
+CARRIERS = {"Collectives": poisoned, "CopyEngines": copy_engines, "PeerMemory": growing_memory}
+
+
+def contracts() -> dict[str, Check]:
+    """Of docs/determinism.md: the pairs of the table. One process: tests/gpu/layer/test_contracts.py."""
+    rows = [row for row in pairwise(ON_GPUS, allowed) if row["exchange"] != "one process"]
+    return {name_of(row): lambda row=row: contracts_of_ranks(row, world(), CARRIERS) for row in rows}
+
+
 def over(transport: Callable[[], Any], of: dict[str, Callable[[Any], None]]) -> dict[str, Check]:
     return {name: lambda check=check: check(transport()) for name, check in of.items()}
 
@@ -87,6 +103,7 @@ def over(transport: Callable[[], Any], of: dict[str, Callable[[Any], None]]) -> 
 def checks(ranks: int) -> dict[str, Check]:
     groups = {f"{ranks} ranks": training(ranks)}
     if ranks > 1:
+        groups["contracts"] = contracts()
         for name, transport in (("Poisoned", poisoned), ("CopyEngines", copy_engines)):
             skips = ep_skips.of_a_transport(world, transport, ep_skips.E // ranks)
             groups[name] = over(transport, ep_overlap.CHECKS) | skips
