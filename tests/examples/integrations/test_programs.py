@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from examples.integrations import grouped_gemm, hf_trainer
+from examples.integrations import grouped_gemm, hf_trainer, rollout
 from examples.training import config, flags, torch_fsdp_ep, train_jax
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +48,18 @@ def test_the_trainer_saves_and_loads(adapters: tuple[str, ...], tmp_path: Path) 
     stored = tmp_path / "base" if adapters else tmp_path
     untold = AutoModelForCausalLM.from_pretrained(stored)
     assert untold.config._experts_implementation == "grouped_mm"  # as the program's docstring warns
+
+
+def test_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whole sequences: the program asserts equal bits. With a KV cache the layer of experts is not the op that differs."""
+    rollout.main(["--out", str(tmp_path), "--steps", "5"])
+    printed = capsys.readouterr().out
+    assert "40 log-probabilities are equal to the training forward, bit for bit" in printed
+    (largest,) = re.findall(r"^KV cache: .* is ([\d.e+-]+)$", printed, re.MULTILINE)
+    assert float(largest) < 1e-5  # measured: 6.6e-7
+    rows = {name: int(n) for name, n in re.findall(r"^(\w+) +(\d+) of 48", printed, re.MULTILINE)}
+    assert len(rows) == 8
+    assert {rows[name] for name in ("norm1", "norm2", "moe", "log_softmax")} == {0}
 
 
 def test_the_products(capsys: pytest.CaptureFixture[str]) -> None:
