@@ -143,6 +143,9 @@ def apply(
             y, stats = layer(params, x)
             return ((y - target) ** 2).mean() + 0.01 * stats.aux_loss
 
+    y of a token does not depend on the other tokens of the call. Exceptions on a CPU: fp32 router products of one row,
+    and GEMMs of large dims whose fp32 sums are not exact (recipes "bf16", "fp8_blockwise").
+
     Args:
         params: Of `init`. An expert weight may be QuantizedWeights: `quantize_weights(w, recipe=config.recipe)`.
         x: (..., D) bfloat16 or float32.

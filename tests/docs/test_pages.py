@@ -24,6 +24,7 @@ PAGES = (
     "docs/api/scale_layouts.md",
     "docs/concepts/mxfp8.md",
     "docs/concepts/pipeline.md",
+    "docs/determinism.md",
     "docs/getting-started/quick_start.md",
     "docs/getting-started/quick_start_ep.md",
     "docs/guides/choose_exchange.md",

@@ -127,6 +127,9 @@ class MoE(nn.Module):
 
     Autocast to bfloat16 changes no output, but through a shared gate in fp32.
 
+    y of a token does not depend on the other tokens of the call. Exceptions on a CPU: fp32 router products of one row,
+    a shared gate in fp32, and GEMMs of large dims whose fp32 sums are not exact (recipes "bf16", "fp8_blockwise").
+
     Example:
         >>> moe = MoE(32, 64, 4, RouterConfig(2), shared=SharedExpert(64))
         >>> y, stats = moe(torch.randn(5, 32))

@@ -51,7 +51,7 @@ def test_the_trainer_saves_and_loads(adapters: tuple[str, ...], tmp_path: Path) 
 
 
 def test_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whole sequences: the program asserts equal bits. With a KV cache the layer of experts is not the op that differs."""
+    """Whole sequences: the program asserts equal bits. With a KV cache the layer of experts does not differ."""
     rollout.main(["--out", str(tmp_path), "--steps", "5"])
     printed = capsys.readouterr().out
     assert "40 log-probabilities are equal to the training forward, bit for bit" in printed
