@@ -1,4 +1,4 @@
-"""The contracts of docs/determinism.md in JAX, on devices of the CPU: pairs of the table; all recipes and a product if slow."""
+"""The contracts of docs/determinism.md in JAX, on CPU devices: pairs of the table; slow: all recipes, a product."""
 
 from functools import partial
 
