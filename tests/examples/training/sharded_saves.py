@@ -24,6 +24,8 @@ from examples.training.weights import weight_shapes
 
 from .faulty_saves import EVENTS, RUN, TINY, state
 
+ATTEMPTS = 100
+
 
 def checkpoints(folder: Path) -> ShardedCheckpoints:
     return ShardedCheckpoints(folder, weight_shapes(TINY), lambda _: sharding(), False)
@@ -53,6 +55,18 @@ def loaded_step(folder: Path) -> int:
     return found.step
 
 
+def copy(folder: Path, to: Path) -> None:
+    """Again if a file is gone: threads of TensorStore, which have no audit events, lock and unlock meanwhile."""
+    for attempt in range(ATTEMPTS):
+        try:
+            shutil.copytree(folder, to)
+            return
+        except (shutil.Error, FileNotFoundError):
+            if attempt == ATTEMPTS - 1:
+                raise
+            shutil.rmtree(to, ignore_errors=True)
+
+
 def main(out: Path) -> None:
     operations: list[str] = []
     active, folder = False, out / "run"
@@ -61,7 +75,7 @@ def main(out: Path) -> None:
         nonlocal active
         if active and event in EVENTS and str(arguments[0]).startswith(str(folder)):
             active = False  # the copy has operations of its own
-            shutil.copytree(folder, out / str(len(operations)))
+            copy(folder, out / str(len(operations)))
             operations.append(f"{event.removeprefix('os.')} {Path(arguments[0]).relative_to(folder)}")
             active = True
 
