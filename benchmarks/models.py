@@ -28,8 +28,9 @@ from .cases.models.sizes import MODELS, Model, experts_of
 from .cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input
 from .clocks import device_timing, energy
 from .clocks.timing import Sample
-from .clocks.training_steps import Steps, training_steps
+from .clocks.training_steps import training_steps
 from .figures.failures import failed, guarded
+from .figures.model_lines import Measured, Sizes, case_of, find_best, model_lines, print_parts, print_rates, with_idle
 from .figures.results import Line
 
 NAMES = tuple(MODELS)
@@ -79,7 +80,7 @@ def one_layer(name: str, model: Model, batches: Batches, device: str, failures: 
     for candidate in (of for of in CANDIDATES if of != REFERENCE):
         try:
             got = check.gradients(training, CANDIDATES[candidate])
-            errors[candidate] = check.gradients_error(candidate, got, want, given)
+            errors[candidate] = check.gradients_error(candidate, got, want, given.rows)
             del got
         except Exception:
             failed(f"{name}: gradients of {candidate}", failures)
@@ -114,16 +115,15 @@ def _run(training: Training, implementation: str) -> Tensor:
     return training.step()
 
 
-def _flops(training: Training, model: Model) -> int:
-    """Of an optimizer step: 6 per token and weight of a product; of the experts' weights the chosen ones. Without the
-    products of queries, keys and values."""
+def _weights(training: Training) -> int:
+    """The weights that a token is multiplied by; of the experts' weights the chosen ones."""
     config, weights = training.config, 0
     for name, parameter in training.model.named_parameters():
         if ".experts." in name and "bias" not in name:
             weights += parameter.numel() * config.num_experts_per_tok // experts_of(config)
         elif parameter.dim() == 2 and "embed_tokens" not in name and "bias" not in name:
             weights += parameter.numel()
-    return 6 * weights * training.batches.tokens
+    return weights
 
 
 def _collect(device: str) -> None:
@@ -132,29 +132,7 @@ def _collect(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _case(name: str, model: Model, training: Training) -> dict[str, object]:
-    batches = training.batches
-    return {
-        "model": name, "gpus": 1, "layers": training.config.num_hidden_layers, "of_layers": model.layers,
-        "experts": experts_of(training.config), "of_experts": model.experts, "sequences": batches.sequences,
-        "length": batches.length, "micro_batches": batches.micro_batches, "moments": "bf16",
-        "attention": model.attention,
-    }  # fmt: skip
-
-
-def _print_parts(what: str, parts_us: Mapping[str, float], other: Mapping[str, float], us: float, alone: float) -> None:
-    """other: kernels of the part "other"; alone: the time of the experts alone, times layers and micro-batches."""
-    shares = ", ".join(f"{part} {of_part / us:.1%}" for part, of_part in parts_us.items() if of_part)
-    print(f"{what}: {shares}; experts alone {alone / us:.1%}")
-    print("  other, us:", ", ".join(f"{kernel[:60]} {spent:.0f}" for kernel, spent in other.items()), flush=True)
-
-
-def _with_idle(parts_us: Mapping[str, float], us: float) -> dict[str, float]:
-    """idle: the rest of the timed step."""
-    return {**parts_us, "idle": round(max(float(us) - sum(parts_us.values()), 0.0), 1)}
-
-
-def model_lines(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> Iterator[Line]:
+def torch_lines(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> Iterator[Line]:
     """The line of every candidate but the best bf16 against that."""
     one = one_layer(name, model, batches, device, failures)
     _collect(device)
@@ -172,49 +150,21 @@ def model_lines(name: str, model: Model, batches: Batches, device: str, failures
     end = device_timing.torch_end(device)
     steps = {of: (partial(_run, training, CANDIDATES[of]), end) for of in CANDIDATES if of in errors}
     timed = training_steps(steps, energy.counter() if device == "cuda" else None)
-    rates = (f"{of} {batches.tokens / found.sample.us * 1e6:,.0f}" for of, found in timed.items())
-    print(f"{name}: tokens/s: {', '.join(rates)}", flush=True)
-    best = min((of for of in BF16 if of in timed), key=lambda of: timed[of].sample.us)
-    parts_us, peaks = {}, {}
+    print_rates(name, timed, batches)
+    best, measured = find_best(timed, BF16), {}
     for candidate in timed:
         training.use(CANDIDATES[candidate])
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        us = timed[candidate].sample.us
+        us, experts = timed[candidate].sample.us, one.experts[candidate]
         found = parts.step_parts(training)
-        parts_us[candidate] = _with_idle(found.us, us)
-        peaks[candidate] = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        alone = one.experts[candidate].us * training.config.num_hidden_layers * batches.micro_batches
-        _print_parts(f"{name}, {candidate}", parts_us[candidate], found.other, us, alone)
-    theirs, case = timed[best], _case(name, model, training)
-    for candidate in (of for of in timed if of != best):
-        ours: Steps = timed[candidate]
-        ratio = one.experts[best].us / one.experts[candidate].us
-        yield Line(
-            op="model_step",
-            frontend="torch",
-            case={**case, "candidate": candidate, "peer_is": best},
-            us=ours.sample.us,
-            spread=ours.sample.spread,
-            n=ours.sample.n,
-            nbytes=0,
-            flops=_flops(training, model),
-            of_roof=None,
-            roof=None,
-            peer="best_bf16",
-            peer_us=theirs.sample.us,
-            ratio=round(theirs.sample.us / ours.sample.us, 3),
-            peak_nbytes=peaks[candidate],
-            error=errors[candidate],
-            peer_peak_nbytes=peaks[best],
-            joules=ours.joules,
-            peer_joules=theirs.joules,
-            parts_us=parts_us[candidate],
-            peer_parts_us=parts_us[best],
-            experts_ratio=round(ratio, 3),
-            ceiling=parts.ceiling(parts_us[best], ratio),
-            largest_group=one.largest_group,
-        )
+        parts_us = with_idle(found.us, us)
+        peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
+        measured[candidate] = Measured(timed[candidate], parts_us, experts, None, peak, errors[candidate])
+        alone = experts.us * training.config.num_hidden_layers * batches.micro_batches
+        print_parts(f"{name}, {candidate}", parts_us, found.other, us, alone)
+    sizes = Sizes(training.config, batches, _weights(training), one.largest_group)
+    yield from model_lines("torch", case_of(name, model, sizes, model.attention), sizes, measured, best)
 
 
 def lines(
@@ -230,7 +180,7 @@ def lines(
     with torch._dynamo.config.patch(COMPILED):
         for name, model in models.items():
             if not only or name in only:
-                yield from guarded(name, model_lines(name, model, batches, device, failures), failures)
+                yield from guarded(name, torch_lines(name, model, batches, device, failures), failures)
                 _collect(device)
     if failures:
         raise RuntimeError("models: " + "; ".join(failures))

@@ -20,7 +20,7 @@ from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
 OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "stages_us", "parts_us",
-            "peer_parts_us", "experts_ratio", "ceiling", "largest_group")  # fmt: skip
+            "peer_parts_us", "experts_ratio", "dense_ratio", "ceiling", "largest_group")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class Line:
     parts_us: Mapping[str, float] | None = None  # of an optimizer step of a model: its kernels by part, and idle
     peer_parts_us: Mapping[str, float] | None = None
     experts_ratio: float | None = None  # of a model: the peer's time of the experts alone, divided by ours
-    ceiling: float | None = None  # the ratio that the peer's parts and experts_ratio allow
+    ceiling: float | None = None  # the ratio that the peer's parts and these ratios allow
     largest_group: float | None = None  # rows of the largest group of the first layer, relative to the mean
+    dense_ratio: float | None = None  # of a model: as experts_ratio, of the dense layers; None: bf16 in every candidate
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,11 @@ def tokens_of(row: Row) -> int:
     return case["sequences"] * case["length"] * case["micro_batches"] * case["gpus"]
 
 
+def _named(row: Row, key: str) -> str:
+    """A candidate, with the frontend if it is not torch."""
+    return f"`{row['case'][key]}`" + (", JAX" if row["frontend"] == "jax" else "")
+
+
 def _pair(row: Row, key: str, scale: float, form: str) -> str:
     """The peer's value and ours; "" where one is missing."""
     values: list[Any] = [row.get(f"peer_{key}"), row.get(key)]
@@ -40,8 +45,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{case['layers']} of {case['of_layers']}",
         f"{case['experts']} of {case['of_experts']}",
         str(case["gpus"]),
-        f"`{case['candidate']}`" if row["frontend"] == "torch" else f"`{case['candidate']}`, JAX",
-        f"`{case['peer_is']}`",
+        _named(row, "candidate"),
+        _named(row, "peer_is"),
         f"{rates} ({row['n']}, {row['spread']:.0%})",
         f"{row['ratio']:.2f}x",
         f"{row['experts_ratio']:.2f}x",
@@ -61,10 +66,10 @@ def _parts(rows: Sequence[Row]) -> list[str]:
     shown: dict[tuple[str, str], Row] = {}
     for row in rows:
         case = row["case"]
-        shown.setdefault((case["model"], case["peer_is"]), row["peer_parts_us"])
-        shown.setdefault((case["model"], case["candidate"]), row["parts_us"])
+        shown.setdefault((case["model"], _named(row, "peer_is")), row["peer_parts_us"])
+        shown.setdefault((case["model"], _named(row, "candidate")), row["parts_us"])
     cells = [
-        (f"`{model}`", f"`{candidate}`", *(f"{parts[name] / sum(parts.values()):.1%}" for name in names))
+        (f"`{model}`", candidate, *(f"{parts[name] / sum(parts.values()):.1%}" for name in names))
         for (model, candidate), parts in sorted(shown.items())
     ]
     return _table(("model", "candidate", *names), cells)
