@@ -43,13 +43,10 @@ from .clocks.device_timing import Each, torch_end
 from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
-from .peers.moe_layer import jax_layer, ragged_dot_nbytes
+from .peers.moe_layer import MAX_RAGGED_DOT_NBYTES, jax_layer, ragged_dot_nbytes
 
 T = TypeVar("T")
 PLAIN, RECIPE_BF16, RAGGED_DOT = "plain_torch_bf16", "recipe_bf16", "ragged_dot"
-# XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
-# each they do not.
-MAX_RAGGED_DOT_NBYTES = 8 << 30
 HELD, GRAPH, IN_A_ROW = {"weights": "held"}, {"launch": "graph"}, {"clock": "in a row"}
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .cases.error_check import Error
 from .cases.models import check, fit, parts
 from .cases.models.sizes import MODELS, Model, experts_of
-from .cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input
+from .cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input, imbalance
 from .clocks import device_timing, energy
 from .clocks.timing import Sample
 from .clocks.training_steps import training_steps
@@ -93,7 +93,7 @@ def one_layer(name: str, model: Model, batches: Batches, device: str, failures: 
     steps = {candidate: (_experts_step(module, given, training, CANDIDATES[candidate]), end) for candidate in errors}
     experts = device_timing.in_a_row(steps)
     most = fit.Memory(max(m.saved for m in memory), max(m.peak for m in memory)) if memory else None
-    return OneLayer(errors, experts, given.imbalance, *fit.weights_of(training), most)
+    return OneLayer(errors, experts, imbalance(given.rows), *fit.weights_of(training), most)
 
 
 def _layers(name: str, model: Model, one: OneLayer) -> int:
@@ -102,11 +102,7 @@ def _layers(name: str, model: Model, one: OneLayer) -> int:
         return 2
     total = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated()
     layers = fit.layers_that_fit(total, one.weights, one.weights_of_layer, one.memory, model.layers)
-    sizes = {"state of one layer and the vocabulary": fit.BYTES_PER_WEIGHT * one.weights,
-             "state of a layer": fit.BYTES_PER_WEIGHT * one.weights_of_layer, "its activations": one.memory.saved,
-             "peak of a micro-batch of one layer": one.memory.peak}  # fmt: skip
-    print(f"{name}: {layers} of {model.layers} layers fit into {fit.SHARE:.0%} of {total / 2**30:.1f} GiB;",
-          ", ".join(f"{what} {size / 2**30:.1f}" for what, size in sizes.items()), flush=True)  # fmt: skip
+    fit.print_layers(name, layers, model.layers, total, one.weights, one.weights_of_layer, one.memory)
     return layers
 
 

@@ -57,9 +57,16 @@ def jax_layer(x: jax.Array, weights: tuple[jax.Array, ...], top_k: int) -> jax.A
     router, w1, w3, w2 = weights
     scores = jax.nn.softmax((x @ router.T).astype(jnp.float32))
     probs, experts = jax.lax.top_k(scores, top_k)
-    probs = probs / probs.sum(-1, keepdims=True)
+    return jax_experts(x, experts, probs / probs.sum(-1, keepdims=True), w1, w3, w2)
+
+
+def jax_experts(
+    x: jax.Array, experts: jax.Array, probs: jax.Array, w1: jax.Array, w3: jax.Array, w2: jax.Array
+) -> jax.Array:
+    """The layer behind its router: experts and probs (T, k)."""
+    top_k = experts.shape[1]
     order = jnp.argsort(experts.reshape(-1), stable=True)
-    sizes = jnp.bincount(experts.reshape(-1), length=len(router)).astype(jnp.int32)
+    sizes = jnp.bincount(experts.reshape(-1), length=len(w1)).astype(jnp.int32)
     rows = x[order // top_k]
 
     def product(rows: jax.Array, w: jax.Array) -> jax.Array:
@@ -68,6 +75,11 @@ def jax_layer(x: jax.Array, weights: tuple[jax.Array, ...], top_k: int) -> jax.A
     h = jax.nn.silu(product(rows, w1)) * product(rows, w3)
     out = product(h, w2).astype(jnp.float32) * probs.reshape(-1)[order][:, None]
     return jnp.zeros_like(x).at[order // top_k].add(out.astype(x.dtype))
+
+
+# XLA holds several dense operands of a layer on ragged_dot at once: with 7 GiB each they fit into 139 GiB, with 16 GiB
+# each they do not.
+MAX_RAGGED_DOT_NBYTES = 8 << 30
 
 
 def ragged_dot_nbytes(rows: int, width: int, num_experts: int) -> int:

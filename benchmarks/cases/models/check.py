@@ -15,7 +15,9 @@ from .training import Training
 
 # The worst gradient of one layer of the five models on a CPU, at hidden sizes 64 and 512: recipe bf16 42.2 dB, mxfp8
 # 21.9, both of a router. Less 5 and 3: a router's gradient is a small difference, and a GPU sums in another order.
-MIN_GRADIENT_DB = {"recipe_bf16": 37.2, "mxfp8": 18.9}
+# mxfp8_dense, in JAX: 20.9 of a router and 18.3 of Qwen3's norm of keys, less 5: dense layers before the router can
+# change a choice.
+MIN_GRADIENT_DB = {"recipe_bf16": 37.2, "mxfp8": 18.9, "mxfp8_dense": 13.3}
 # Relative to the reference's loss; measured on a CPU with two layers: 0.00006 at most. More layers add differences.
 MAX_LOSS_DIFFERENCE = 0.001
 CHECKED_STEPS = 3

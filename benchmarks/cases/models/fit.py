@@ -44,6 +44,17 @@ def layers_that_fit(total: int, weights: int, weights_of_layer: int, memory: Mem
     return max(1, min(most, 1 + int(free // (BYTES_PER_WEIGHT * weights_of_layer + memory.saved))))
 
 
+def print_layers(
+    name: str, layers: int, of_layers: int, total: int, weights: int, weights_of_layer: int, memory: Memory
+) -> None:
+    """The arguments of `layers_that_fit`, its result, and the published number of layers."""
+    sizes = {"state of one layer and the vocabulary": BYTES_PER_WEIGHT * weights,
+             "state of a layer": BYTES_PER_WEIGHT * weights_of_layer, "its activations": memory.saved,
+             "peak of a micro-batch of one layer": memory.peak}  # fmt: skip
+    print(f"{name}: {layers} of {of_layers} layers fit into {SHARE:.0%} of {total / 2**30:.1f} GiB;",
+          ", ".join(f"{what} {size / 2**30:.1f}" for what, size in sizes.items()), flush=True)  # fmt: skip
+
+
 def weights_of(training: Training) -> tuple[int, int]:
     """The number of weights of the model, and of its first layer."""
     model = training.model

@@ -53,10 +53,14 @@ class Op(NamedTuple):
     shapes: Sequence[Sequence[int]] = ()
 
 
-def _family(name: str) -> str:
-    """Of an op of mxep."""
+def part_of_op(name: str) -> str:
+    """The part of an op of mxep, by its family.
+
+    >>> part_of_op("quantize_both_fold")
+    'quantization'
+    """
     op = OPS.get(name)
-    return op.check.__module__.split(".")[2] if op else name
+    return _OF_FAMILY.get(op.check.__module__.split(".")[2] if op else name, "other")
 
 
 def part_of(kernel: str, ops: Sequence[Op], experts: int) -> str:
@@ -71,7 +75,7 @@ def part_of(kernel: str, ops: Sequence[Op], experts: int) -> str:
     """
     for op in ops:
         if op.name.startswith("mxep::"):
-            return _OF_FAMILY.get(_family(op.name.removeprefix("mxep::")), "other")
+            return part_of_op(op.name.removeprefix("mxep::"))
     fused = next((name for name in (kernel, *(op.name for op in ops)) if "_fused_" in name), "")
     if fused:
         return next((part for part, words in FUSED if any(word in fused for word in words)), "other")

@@ -171,10 +171,10 @@ class ExpertsInput(NamedTuple):
     weights: Tensor
     rows: Tensor
 
-    @property
-    def imbalance(self) -> float:
-        """The rows of the largest group, relative to the mean of all."""
-        return round(float(self.rows.max() / self.rows.float().mean()), 2)
+
+def imbalance(rows: Tensor) -> float:
+    """The rows of the largest group, relative to the mean of all. rows: of each expert."""
+    return round(float(rows.max() / rows.float().mean()), 2)
 
 
 def experts_input(training: Training) -> tuple[nn.Module, ExpertsInput]:
