@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from examples.training.ranks import leave
 
@@ -18,6 +19,7 @@ from .figures import results
 
 # The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
 SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax")
+FRONTENDS = ("torch", "jax")
 ONE_GPU, RANKS = ("gpu", "linear", "models"), ("ep", "ep_jax")
 
 
@@ -45,9 +47,13 @@ def _ranks(section: str) -> int:
     return int(os.environ.get("WORLD_SIZE", "1")) if section == "ep" else 1
 
 
-def unknown_names(only: Sequence[str], sections: Sequence[str]) -> str:
+def _module(section: str, frontend: str) -> Any:
+    return import_module(f".models.{frontend}_steps" if section == "models" else f".{section}", __package__)
+
+
+def unknown_names(only: Sequence[str], sections: Sequence[str], frontend: str = FRONTENDS[0]) -> str:
     """The error in the names of `--only`; "" if every name is one of the sections'."""
-    known = {name for section in sections for name in import_module(f".{section}", __package__).NAMES}
+    known = {name for section in sections for name in _module(section, frontend).NAMES}
     unknown = ", ".join(sorted(set(only) - known))
     return f"got {unknown}; allowed in {', '.join(sections)}: {', '.join(sorted(known))}" if unknown else ""
 
@@ -74,6 +80,7 @@ def main() -> None:
         help="one layer of your own, tokens=4096,dim=2048,hidden_dim=768,num_experts=128,top_k=8, instead of the "
         "shapes of the documents; recorded with --out alone",
     )
+    parser.add_argument("--frontend", choices=FRONTENDS, help=f"of models; default: {FRONTENDS[0]}")
     parser.add_argument("--routing", metavar="NAME", help="of ep, ep_jax: balanced, one_expert or dirichlet")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="of ep: profile one step instead of timing")
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
@@ -93,13 +100,19 @@ def main() -> None:
             got = ", ".join(args.sections) or "no section"
             parser.error(f"--{option}: got {got}; allowed: {', '.join(takes)}")
 
+    if args.frontend and (other := set(args.sections or ["gpu"]) - {"models"}):
+        parser.error(f"--frontend: got section {', '.join(sorted(other))}; allowed: models")
+
+    if args.frontend == "jax":  # torch only compares gradients: layers fill one pool, without gaps
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
     if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
         list(import_module(".ep", __package__).lines(args.only, **options))
         leave()
         return
-    gpu, sections = results.gpu_name(), args.sections or ["gpu"]
-    if args.only and (wrong := unknown_names(args.only, sections)):
+    gpu, sections, frontend = results.gpu_name(), args.sections or ["gpu"], args.frontend or FRONTENDS[0]
+    if args.only and (wrong := unknown_names(args.only, sections, frontend)):
         parser.error(f"--only: {wrong}")
     for section in sections:
         if section in ONE_GPU and gpu is None:
@@ -119,7 +132,7 @@ def main() -> None:
         own = args.shape and not args.out
         recorded = run.commit is not None and not args.no_record and not own
         shapes = (of_layer(args.shape),) if args.shape else ()
-        for line in import_module(f".{section}", __package__).lines(args.only, *shapes, **options):
+        for line in _module(section, frontend).lines(args.only, *shapes, **options):
             print(results.row(results.cells(line)), flush=True)
             if recorded:
                 results.record(run, line, path)

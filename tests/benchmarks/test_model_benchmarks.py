@@ -14,13 +14,14 @@ import torch
 import transformers
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from benchmarks import __main__, models, readme
+from benchmarks import __main__, readme
 from benchmarks.cases.models import check, fit, parts, sizes, text, training
 from benchmarks.cases.models.parts import Op
 from benchmarks.clocks import device_timing, energy, training_steps
 from benchmarks.clocks.timing import Sample
 from benchmarks.figures import bars, results
 from benchmarks.figures.tables import table_models
+from benchmarks.models import torch_steps as models
 
 BATCHES = training.Batches(sequences=1, length=32, micro_batches=2, steps=1)
 PUBLISHED = {"mixtral-8x7b": 46.7, "qwen3-30b-a3b": 30.5, "deepseek-v2-lite": 15.7, "deepseek-v3": 671.0,

@@ -91,16 +91,18 @@ def table(rows: list[Row]) -> str:
         f"{machine(rows)}. Models of transformers by their published sizes, random weights, real text; "
         f"{case['sequences']} sequences of {case['length']} tokens per micro-batch and {case['micro_batches']} "
         "micro-batches per optimizer step: forward, backward, clipping and fused AdamW. Weights, gradients and moments "
-        "are bf16, the layers of every candidate are compiled, and head and loss take one sequence at a time.",
+        "are bf16, the layers of every candidate are compiled, and head and loss take one sequence at a time. JAX: the "
+        "same layers in plain JAX with AdamW of optax, and the peak memory of XLA's plan.",
         "",
         "- *layers*, *experts*: as many layers as fit, without recomputation, each with experts; of the published.",
-        "- *best bf16*: the faster of recipe `bf16` of mxep and `grouped_mm` of transformers, in the same run.",
+        "- *best bf16*: the faster of recipe `bf16` of mxep and `grouped_mm` of transformers, in JAX `ragged_dot`, in "
+        "the same run.",
         "- *experts alone*: time of the experts of a layer, forward and backward, of the best bf16 divided by the "
         "candidate's, of the first layer's tokens.",
         "- *ceiling*: the speedup if the experts are faster by *experts alone* and the rest of the best bf16's step is "
-        "unchanged. Dense layers are bf16 in all candidates.",
+        "unchanged. Dense layers are bf16 but in `mxfp8_dense`, where they are faster by their own ratio.",
         "- *dB*: SQNR of the worst weight gradient of one layer; *loss*: the largest difference of a loss of the first "
-        "steps. Both relative to `grouped_mm`.",
+        "steps. Both relative to `grouped_mm`; in JAX to `ragged_dot`, and the loss to recipe `bf16`.",
         "",
         *_table(COLUMNS, [_cells(row) for row in rows]),
         "",

@@ -10,7 +10,7 @@
 
 The layers of every candidate are compiled. The faster of the last two is the peer, `best_bf16`. A candidate that fails
 is printed; the run measures the others and then ends with an error. `--only NAME` measures one model, within
-ten minutes.
+ten minutes. `--frontend jax`: jax_steps.py.
 """
 
 import gc
@@ -22,16 +22,16 @@ import torch
 from mxep.torch_frontend.integrations.transformers import register_experts
 from torch import Tensor, nn
 
-from .cases.error_check import Error
-from .cases.models import check, fit, parts
-from .cases.models.sizes import MODELS, Model, experts_of
-from .cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input, imbalance
-from .clocks import device_timing, energy
-from .clocks.timing import Sample
-from .clocks.training_steps import training_steps
-from .figures.failures import failed, guarded
-from .figures.model_lines import Measured, Sizes, case_of, find_best, model_lines, print_parts, print_rates, with_idle
-from .figures.results import Line
+from ..cases.error_check import Error
+from ..cases.models import check, fit, parts
+from ..cases.models.sizes import MODELS, Model, experts_of
+from ..cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input, imbalance
+from ..clocks import device_timing, energy
+from ..clocks.timing import Sample
+from ..clocks.training_steps import training_steps
+from ..figures.failures import failed, guarded
+from ..figures.model_lines import Measured, Sizes, case_of, find_best, model_lines, print_parts, print_rates, with_idle
+from ..figures.results import Line
 
 NAMES = tuple(MODELS)
 REFERENCE = "grouped_mm"

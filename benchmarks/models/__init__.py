@@ -1,0 +1,1 @@
+"""`python -m benchmarks models`: whole training steps of models, by frontend."""
