@@ -127,7 +127,7 @@ def test_loss_and_gradients_of_transformers(name: str) -> None:
     gradients = as_transformers(theirs, {of: p.grad for of, p in theirs.named_parameters()})
     ends = torch.arange(1, 1 + ours.sizes.experts)
     db = {of: sqnr_db([torch.from_dlpack(g)], [gradients[of]], ends) for of, g in model_jax.named(got).items()}
-    assert min(db.values()) >= 30, db
+    assert min(db.values()) >= 33, db  # 35.6 measured over three seeds, where all choices are equal
 
 
 def test_gradients_are_added_and_a_training_starts_again() -> None:
