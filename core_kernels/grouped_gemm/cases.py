@@ -102,6 +102,16 @@ def blockwise_tiles(rng: Rng, m: int) -> Arrays:
     return *quantize_blockwise(lhs), *quantize_squares(rhs_t), ragged(rng, m)
 
 
+def blockwise_sum(rng: Rng, m: int) -> Arrays:
+    *first, ends = blockwise(rng, m)
+    return *first, *blockwise(rng, m)[:4], ends
+
+
+def blockwise_sum_tiles(rng: Rng, m: int) -> Arrays:
+    *first, ends = blockwise_tiles(rng, m)
+    return *first, *blockwise_tiles(rng, m)[:4], ends
+
+
 def by_group(x: Array, ends: Array) -> Arrays:
     return fold_groups(*quantize_col(x), ends)
 
@@ -151,6 +161,8 @@ CASES = {
     "grouped_mm_fold_bias_fp32": Case("grouped_mm_fold_bias", mm_fold_bias, WIDE),
     "grouped_mm_blockwise": Case("grouped_mm_blockwise", blockwise),
     "grouped_mm_blockwise_tiles": Case("grouped_mm_blockwise", blockwise_tiles, WIDE),
+    "grouped_mm_blockwise_sum": Case("grouped_mm_blockwise_sum", blockwise_sum),
+    "grouped_mm_blockwise_sum_tiles": Case("grouped_mm_blockwise_sum", blockwise_sum_tiles, WIDE),
     "grouped_mm_fold_pair": Case("grouped_mm_fold_pair", mm_fold_pair),
     "grouped_mm_fold_pair_tiles": Case("grouped_mm_fold_pair", mm_fold_pair_tiles, WIDE),
     "grouped_wgrad_fold": Case("grouped_wgrad_fold", wgrad_fold, multiple=32),
@@ -259,6 +271,13 @@ def _blockwise(name: str) -> Arrays:
     return *quantize_blockwise(case.lhs), *quantize_squares(case.rhs_t), case.group_ends
 
 
+def _blockwise_sum(name: str) -> Arrays:
+    """The second product has the rows and weights of the first in another order."""
+    *first, ends = _blockwise(name)
+    q, sf, w, w_sf = first
+    return *first, q[::-1], sf[::-1], w[::-1], w_sf[::-1], ends
+
+
 def _bias(name: str) -> Arrays:
     """The bias is a term of the sum; NaN of groups without rows."""
     *operands, ends = _rows(quantize_row_fold)(name)
@@ -301,6 +320,7 @@ _MAKES: dict[str, Callable[..., Arrays]] = {
     "grouped_mm_bf16_kn_sum": _kn_sum,
     "grouped_mm_mx": _rows(quantize_row),
     "grouped_mm_blockwise": _blockwise,
+    "grouped_mm_blockwise_sum": _blockwise_sum,
     "grouped_mm_fold": _rows(quantize_row_fold),
     "grouped_mm_fold_bias": _bias,
     "grouped_wgrad_bf16": _wgrad,

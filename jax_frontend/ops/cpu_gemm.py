@@ -193,6 +193,14 @@ def _mm_blockwise(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, *, out: ArrayType) -
     return _m_grouped(_dequantize_rows(lhs_q, lhs_sf), _dequantize_squares(rhs_q, rhs_sf), group_ends, out)
 
 
+def _mm_blockwise_sum(
+    lhs_q, lhs_sf, rhs_q, rhs_sf, lhs2_q, lhs2_sf, rhs2_q, rhs2_sf, group_ends, *, out: ArrayType
+) -> jax.Array:
+    sums = ArrayType(out.shape, "float32")
+    first = _mm_blockwise(lhs_q, lhs_sf, rhs_q, rhs_sf, group_ends, out=sums)
+    return rounded(first + _mm_blockwise(lhs2_q, lhs2_sf, rhs2_q, rhs2_sf, group_ends, out=sums), out.dtype)
+
+
 def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """qf (R, M), sf (S, R); columns past the last end, which are not read, get any scale."""
     first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
@@ -234,6 +242,7 @@ GEMMS = {
     "grouped_wgrad_fold": _wgrad_fold,
     "grouped_wgrad_fold_pair": _wgrad_fold_pair,
     "grouped_mm_blockwise": _mm_blockwise,
+    "grouped_mm_blockwise_sum": _mm_blockwise_sum,
     "logits_bwd": _logits_bwd,
 }
 """Op name -> function of the inputs of the op and of the type of its output, or of either of two."""

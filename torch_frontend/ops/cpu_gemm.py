@@ -140,6 +140,14 @@ def grouped_mm_blockwise(
     _m_grouped(lhs, lambda g: _dequantize_squares(rhs_q[g], rhs_sf[g]), group_ends, out)
 
 
+def grouped_mm_blockwise_sum(
+    lhs_q: Tensor, lhs_sf: Tensor, rhs_q: Tensor, rhs_sf: Tensor,
+    lhs2_q: Tensor, lhs2_sf: Tensor, rhs2_q: Tensor, rhs2_sf: Tensor, group_ends: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    first, second = (lhs_q, lhs_sf, rhs_q, rhs_sf), (lhs2_q, lhs2_sf, rhs2_q, rhs2_sf)
+    _add_two(grouped_mm_blockwise, first, second, group_ends, out)
+
+
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which are not read, get any scale."""
     first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
@@ -187,6 +195,7 @@ TABLE: dict[str, Callable[..., None]] = {
     "grouped_wgrad_fold": grouped_wgrad_fold,
     "grouped_wgrad_fold_pair": grouped_wgrad_fold_pair,
     "grouped_mm_blockwise": grouped_mm_blockwise,
+    "grouped_mm_blockwise_sum": grouped_mm_blockwise_sum,
     "logits_bwd": logits_bwd,
 }
 """Ops that run here on a CPU: functions of the inputs and of the outputs, which they write."""

@@ -29,6 +29,26 @@ def _check(
     *, out_dtype: str = "bfloat16", clear_rest: bool = True,
 ) -> Signature:  # fmt: skip
     op = "grouped_mm_blockwise"
+    _check_operands(op, lhs_q, lhs_sf, rhs_q, rhs_sf)
+    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype, clear_rest)
+
+
+def _check_sum(
+    lhs_q: ArrayType, lhs_sf: ArrayType, rhs_q: ArrayType, rhs_sf: ArrayType,
+    lhs2_q: ArrayType, lhs2_sf: ArrayType, rhs2_q: ArrayType, rhs2_sf: ArrayType, group_ends: ArrayType,
+    *, out_dtype: str = "bfloat16", clear_rest: bool = True,
+) -> Signature:  # fmt: skip
+    op = "grouped_mm_blockwise_sum"
+    _check_operands(op, lhs_q, lhs_sf, rhs_q, rhs_sf)
+    for name, array, first in (
+        ("lhs2_q", lhs2_q, lhs_q), ("lhs2_sf", lhs2_sf, lhs_sf), ("rhs2_q", rhs2_q, rhs_q), ("rhs2_sf", rhs2_sf, rhs_sf)
+    ):  # fmt: skip
+        require_dtype(op, name, array, first.dtype)
+        require_shape(op, name, array, first.shape, f"the shape of {name.replace('2', '')}")
+    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype, clear_rest)
+
+
+def _check_operands(op: str, lhs_q: ArrayType, lhs_sf: ArrayType, rhs_q: ArrayType, rhs_sf: ArrayType) -> None:
     for name, array, dtype, rank in (
         ("lhs_q", lhs_q, "uint8", 2), ("lhs_sf", lhs_sf, "float32", 2),
         ("rhs_q", rhs_q, "uint8", 3), ("rhs_sf", rhs_sf, "float32", 3),
@@ -44,7 +64,6 @@ def _check(
     require_shape(op, "lhs_sf", lhs_sf, (m, cdiv(k, SQUARE)), "one scale per row and 128 of K")
     squares = groups, cdiv(n, SQUARE), cdiv(k, SQUARE)
     require_shape(op, "rhs_sf", rhs_sf, squares, "one scale per square of 128 x 128 values of rhs_q")
-    return check_m_grouped(op, lhs_q, rhs_q, group_ends, out_dtype, clear_rest)
 
 
 grouped_mm_blockwise = KernelOp(
@@ -83,4 +102,40 @@ grouped_mm_blockwise = KernelOp(
     _check,
     tile_m_grouped,
     "grouped_gemm.blockwise.kernel:mm_kernel",
+)
+grouped_mm_blockwise_sum = KernelOp(
+    "grouped_mm_blockwise_sum",
+    f"""The sum of two `grouped_mm_blockwise` products, rounded once: the input gradient of two weights with one input.
+
+    Args:
+        lhs_q: (M, K) E4M3 as uint8.
+        lhs_sf: (M, ceil(K/128)) fp32, as for `grouped_mm_blockwise`.
+        rhs_q: (G, N, K) E4M3 as uint8.
+        rhs_sf: (G, ceil(N/128), ceil(K/128)) fp32, as for `grouped_mm_blockwise`.
+        lhs2_q: (M, K).
+        lhs2_sf: (M, ceil(K/128)).
+        rhs2_q: (G, N, K).
+        rhs2_sf: (G, ceil(N/128), ceil(K/128)): the same for the second product.
+        {ENDS}
+        out_dtype: "bfloat16" or "float32".
+        {CLEAR_REST}
+
+    Returns:
+        out (M, N) = lhs rhs[g]^T + lhs2 rhs2[g]^T for the group g of each row: one fp32 sum over both products.
+
+    Raises:
+        ValueError: shape, on a CPU also the ends.
+        TypeError: dtype.
+
+    Example:
+        >>> q, w = xp.full((1, 128), 0x38, dtype=xp.uint8), xp.full((1, 8, 128), 0x38, dtype=xp.uint8)  # 1.0
+        >>> sf, w_sf, ends = xp.ones((1, 1)), xp.ones((1, 1, 1)), xp.asarray([1], dtype=xp.int32)
+        >>> ops.grouped_mm_blockwise_sum(q, sf, w, w_sf, q, sf, w, w_sf * 2, ends)[0, 0].item()  # 128 + 256
+        384.0
+    """,
+    ("lhs_q", "lhs_sf", "rhs_q", "rhs_sf", "lhs2_q", "lhs2_sf", "rhs2_q", "rhs2_sf", "group_ends"),
+    ("out",),
+    _check_sum,
+    tile_m_grouped,
+    "grouped_gemm.blockwise.kernel:mm_sum_kernel",
 )

@@ -23,12 +23,20 @@ class BlockFactors {
   // `row`: of the tile, the thread's first; the others are 8, 64 and 72 behind it. Rows past the array take the scale
   // of its last row; they are not stored.
   __device__ BlockFactors(const Problem& p, const Tile& tile, int row)
-      : p_(p), last_((p.depth + kTileK - 1) / kTileK - 1), at_(threadIdx.x % kTogether) {
+      : from_(p.block_scale), last_((p.depth + kTileK - 1) / kTileK - 1), at_(threadIdx.x % kTogether) {
     const int blocks = last_ + 1, squares = (p.cols + kTileN - 1) / kTileN;
     const int group = tile.b_row / p.cols, square = (tile.b_row - group * p.cols) / kTileN + group * squares;
 #pragma unroll
     for (int i = 0; i < 4; ++i) row_[i] = min(tile.row_scale + row + i / 2 * 64 + i % 2 * 8, p.rows - 1) * blocks;
     square_ = tile.cols > 0 ? square * blocks : 0;
+    fetch();
+    reach(0);
+  }
+
+  // Goes on with the first stage of another product, whose scales have the same shapes.
+  __device__ __forceinline__ void restart(const BlockScalePointers& from) {
+    from_ = from;
+    at_ = threadIdx.x % kTogether;
     fetch();
     reach(0);
   }
@@ -56,9 +64,9 @@ class BlockFactors {
   __device__ __forceinline__ void fetch() {
     const int at = min(at_, last_);
     at_ += kTogether;
-    next_square_ = load(p_.block_scale.square, square_ + at);
+    next_square_ = load(from_.square, square_ + at);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) next_[i] = load(p_.block_scale.row, row_[i] + at);
+    for (int i = 0; i < 4; ++i) next_[i] = load(from_.row, row_[i] + at);
   }
   static __device__ __forceinline__ float load(const float* from, int at) {
     float scale;
@@ -66,7 +74,7 @@ class BlockFactors {
     return scale;
   }
 
-  const Problem& p_;
+  BlockScalePointers from_;
   int last_, at_;        // the last stage; this lane's stage of the next fetch
   int stage_;            // reached, of four
   int square_, row_[4];  // where their first scales are

@@ -136,6 +136,10 @@ void grouped_mm_blockwise(const Call& call, cudaStream_t stream) {
   sm90::launch<sm90::BlockScales>("grouped_mm_blockwise", call, stream);
 }
 
+void grouped_mm_blockwise_sum(const Call& call, cudaStream_t stream) {
+  sm90::launch<sm90::BlockScalesSum>("grouped_mm_blockwise_sum", call, stream);
+}
+
 void grouped_mm_fold_pair(const Call& call, cudaStream_t stream) {
   sm90::launch<sm90::RowScalesDualOutput>("grouped_mm_fold_pair", call, stream);
 }

@@ -139,14 +139,31 @@ def grouped_mm_blockwise(
     """lhs (M, K), (M, K/128) x rhs_t (G, N, K), (G, N/128, K/128) -> out (M, N): an fma with the product of scales."""
 
     def of_group(rows: slice, g: int) -> Array:
-        squares = np.repeat(rhs_sf[g], SQUARE, 0)[: rhs_q.shape[1]]
-        total = np.zeros((), np.float32)
-        for k, part in enumerate(stages(lhs_q[rows], rhs_q[g])):
-            factor = lhs_sf[rows, k, None] * squares[:, k]
-            total = (total + part.astype(np.float64) * factor).astype(np.float32)
-        return total
+        return _blockwise_sum(np.zeros((), np.float32), lhs_q[rows], lhs_sf[rows], rhs_q[g], rhs_sf[g])
 
     return _m_grouped(lhs_q, rhs_q, group_ends, of_group, out_dtype)
+
+
+def grouped_mm_blockwise_sum(
+    lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array,
+    lhs2_q: Array, lhs2_sf: Array, rhs2_q: Array, rhs2_sf: Array, group_ends: Array, out_dtype: str = "bfloat16",
+) -> Array:  # fmt: skip
+    """lhs rhs^T + lhs2 rhs2^T: one sum over both products."""
+
+    def of_group(rows: slice, g: int) -> Array:
+        first = _blockwise_sum(np.zeros((), np.float32), lhs_q[rows], lhs_sf[rows], rhs_q[g], rhs_sf[g])
+        return _blockwise_sum(first, lhs2_q[rows], lhs2_sf[rows], rhs2_q[g], rhs2_sf[g])
+
+    return _m_grouped(lhs_q, rhs_q, group_ends, of_group, out_dtype)
+
+
+def _blockwise_sum(total: Array, lhs_q: Array, lhs_sf: Array, rhs_q: Array, rhs_sf: Array) -> Array:
+    """total + lhs rhs^T of a group, an fma per stage."""
+    squares = np.repeat(rhs_sf, SQUARE, 0)[: rhs_q.shape[0]]
+    for k, part in enumerate(stages(lhs_q, rhs_q)):
+        factor = lhs_sf[:, k, None] * squares[:, k]
+        total = (total + part.astype(np.float64) * factor).astype(np.float32)
+    return total
 
 
 def grouped_wgrad_fold(

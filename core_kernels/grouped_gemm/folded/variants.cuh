@@ -8,6 +8,7 @@
 //     RowScalesSum         A, B, then A2, B2                       partial     change of units    x row x column
 //     RowScalesDualOutput  A, B or B2                              partial                        x row x column
 //     BlockScales          A, B, block factors  next factors       x factors
+//     BlockScalesSum       A, B, then A2, B2    next factors       x factors   factors of the second
 //   K-grouped
 //     SpanScales           A, B                 rescales the sum   partial                        x row x column
 //     SpanScalesDualOutput A or A2, B           rescales the sum   partial                        x row x column
@@ -200,6 +201,27 @@ struct BlockScales : DefaultSteps {
                                         uint8_t* staging, float (&sum)[2][64]) {
     publish_column(kOne, s.col_factor, at);  // nothing reads it; without this store the loop over stages spills
     store_rounded<Out>(p, tile, at, sum, staging);
+  }
+};
+
+// Both products have one depth, and operands of the same shapes.
+struct BlockScalesSum : BlockScales {
+  static constexpr int kProducts = 2;
+
+  static Matrices matrices(const Call& call, int i) { return {&call.in[4 * i], &call.in[4 * i + 2]}; }
+  static void fill(Problem& p, const Call& call) {
+    BlockScales::fill(p, call);
+    p.second_block_scale = {call.in[5].as<const float>(), call.in[7].as<const float>()};
+    p.second_product.depth = static_cast<int>(call.in[4].dim(1));
+  }
+
+  using BlockScales::BlockScales;
+
+  // Returns the second product's depth.
+  __device__ __forceinline__ int enter_second_product(const Problem& p, const Place&, Shared&, float (&)[2][64]) {
+    blocks.restart(p.second_block_scale);
+    blocks.take(factor[0], 0);
+    return p.second_product.depth;
   }
 };
 

@@ -16,6 +16,11 @@ struct SecondOutput {
   int64_t to_scales, to_out;
 };
 
+// Of a product with scales of blocks.
+struct BlockScalePointers {
+  const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
+};
+
 // M-grouped: out (rows, cols), M x N, groups of rows; depth is K.
 //  K-grouped: out (groups, rows, cols), groups of the contraction dim; depth is the number of tokens.
 struct Problem {
@@ -31,9 +36,7 @@ struct Problem {
     const uint8_t *row_scale, *col_scale;  // (M,) and (G, N)
     int depth;
   } second_product;  // the product to add
-  struct {
-    const float *row, *square;  // (M, K / 128) and (G, N / 128, K / 128), both rounded up
-  } block_scale;
+  BlockScalePointers block_scale, second_block_scale;
   SecondOutput second_output;
 };
 

@@ -53,11 +53,17 @@ class BlockForm(NamedTuple):
             return forms.bias_unfused(self, rows, w, ends, dtype, bias, clear_rest)
         return ops.grouped_mm_blockwise(rows.q, rows.sf, w.q, w.sf, ends, dtype, clear_rest)
 
+    def mm_sum(
+        self, rows: Blockwise, w: Blockwise, rows2: Blockwise, w2: Blockwise, ends: jax.Array, dtype: Any,
+        clear_rest: bool = False,
+    ) -> jax.Array:  # fmt: skip
+        return ops.grouped_mm_blockwise_sum(*rows, *w, *rows2, *w2, ends, dtype, clear_rest)
+
     @property
     def _power_of_two(self) -> bool:
         return self.name == "block_power_of_two"
 
-    mm_pair, mm_sum, wgrad = forms.pair_unfused, forms.sum_unfused, forms.wgrad_bf16
+    mm_pair, wgrad = forms.pair_unfused, forms.wgrad_bf16
     tokens, saved, activation = forms.bf16_tokens, forms.without_source, forms.rows_alone
     wgrad_pair, gradient, swiglu_backward = forms.wgrads_unfused, forms.gradient_unfused, forms.swiglu_unfused
 

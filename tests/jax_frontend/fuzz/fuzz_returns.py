@@ -151,7 +151,7 @@ OPS: Rows = (
     ("ops.route.logits", NUMBERS, any_size(0), BFLOAT16),
     ("ops.route_bwd.logits", NUMBERS, BFLOAT16),
     # Numbers in fp32.
-    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise.?hs_sf", NUMBERS),
+    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise*.?hs*_sf", NUMBERS),
     ("ops.route.bias ops.route_bwd.dshares ops.slot_map.weights ops.swiglu*.prob", NUMBERS, NO_VALUES),
     # Codes and scales.
     ("ops.grouped_mm_blockwise.rhs_q", may("128 rows, which are one square too", "dim 1 * 2")),

@@ -241,6 +241,12 @@ CASES = {
         {},
         ("fp8 mma",),
     ),
+    "grouped_mm_blockwise_sum": Case(
+        blockwise_gemm.grouped_mm_blockwise_sum,
+        (*(u8(M, K), f32(M, -(-K // 128)), u8(GROUPS, N, K), f32(GROUPS, -(-N // 128), -(-K // 128))) * 2, i32(GROUPS)),
+        {},
+        ("fp8 mma",),
+    ),
     "grouped_wgrad_fold": Case(
         folded_gemm.grouped_wgrad_fold,
         (u8(N, M), u8(spans(M, GROUPS), N), u8(K, M), u8(spans(M, GROUPS), K), i32(GROUPS)),

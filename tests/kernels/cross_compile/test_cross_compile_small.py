@@ -64,6 +64,10 @@ SMALL = {
         blockwise_gemm.grouped_mm_blockwise,
         (u8(1, 32), f32(1, 1), u8(1, 8, 32), f32(1, 1, 1), i32(1)),
     ),
+    "grouped_mm_blockwise_sum": (
+        blockwise_gemm.grouped_mm_blockwise_sum,
+        (*(u8(1, 32), f32(1, 1), u8(1, 8, 32), f32(1, 1, 1)) * 2, i32(1)),
+    ),
     "grouped_wgrad_fold": (folded_gemm.grouped_wgrad_fold, (u8(1, 32), u8(1, 1), u8(8, 32), u8(1, 8), i32(1))),
 }
 

@@ -161,13 +161,13 @@ OPS: Rows = (
     ("ops.route.logits", NUMBERS, any_size(0), BFLOAT16),
     ("ops.route_bwd.logits", NUMBERS, BFLOAT16),
     # Numbers in fp32.
-    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise.?hs_sf", NUMBERS),
+    ("ops.combine*.probs ops.route_bwd.dweights ops.grouped_mm_blockwise*.?hs*_sf", NUMBERS),
     ("ops.route.bias ops.route_bwd.dshares ops.slot_map.weights ops.swiglu*.prob", NUMBERS, NO_VALUES),
     # Codes and scales.
     (
         "ops.dequantize.q ops.fold_groups.q ops.fold_rows*.q ops.requantize_col_fold.q"
         " ops.grouped_mm_mx.?hs_q ops.grouped_wgrad_mx.?hs_q ops.grouped_*_fold*.?hs_qf ops.grouped_*_fold*.?hs2_qf"
-        " ops.grouped_mm_blockwise.lhs_q",
+        " ops.grouped_mm_blockwise*.lhs*_q ops.grouped_mm_blockwise_sum.rhs*_q",
         ELEMENTS,
     ),
     ("ops.grouped_mm_blockwise.rhs_q", ELEMENTS, may("128 rows, which are one square too", "dim 1 * 2")),

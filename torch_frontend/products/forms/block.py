@@ -54,12 +54,17 @@ class BlockForm(NamedTuple):
             return forms.bias_unfused(self, rows, w, ends, dtype, bias, out, clear_rest)
         return forms.written("grouped_mm_blockwise", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out, clear_rest)
 
+    def mm_sum(
+        self, rows: Blockwise, w: Blockwise, rows2: Blockwise, w2: Blockwise, ends: Tensor, dtype: DType,
+        out: Maybe = None, clear_rest: bool = False,
+    ) -> Tensor:  # fmt: skip
+        return forms.written("grouped_mm_blockwise_sum", (*rows, *w, *rows2, *w2, ends), dtype, out, clear_rest)
+
     @property
     def _power_of_two(self) -> bool:
         return self.name == "block_power_of_two"
 
-    mm_pair, mm_sum = forms.pair_unfused, forms.sum_unfused
-    tokens, activation, gradient = forms.as_given, forms.rows_alone, forms.share_gradient
+    mm_pair, tokens, activation, gradient = forms.pair_unfused, forms.as_given, forms.rows_alone, forms.share_gradient
     wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_unfused, forms.swiglu_unfused
 
 
