@@ -9,6 +9,7 @@
 // Neither this header nor any kernel includes a header of torch, XLA or Python. FP8 data and scales are bytes.
 #pragma once
 
+#include <climits>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -38,11 +39,19 @@ struct Array {
   int64_t nbytes() const { return leading(0) * itemsize(dtype); }
 };
 
+// Of an M-grouped op on a GPU: the groups of the call that a launch computes, and the multiprocessors that it leaves to
+// other kernels. The rows of other groups are neither read nor written.
+struct Share {
+  int first = 0, last = INT_MAX;
+  int reserved = 0;  // even
+};
+
 // `attrs` are the values of Signature.attrs in order; for CUDA, of Launch.cuda_attrs.
 struct Call {
   std::span<const Array> in;
   std::span<const Array> out;
   std::span<const int64_t> attrs;
+  Share share = {};
 };
 
 // Writes every byte of every output, but for what the op's documentation leaves unspecified. Throws

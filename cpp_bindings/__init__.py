@@ -7,6 +7,7 @@ The CUDA C++ kernels, for the ops where Triton is not fast enough; a build witho
 
     CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    made once from types, then called with tensors
     cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
+    CudaProgram(exchange, 0, types, steps)                     several ops on two streams, launched by one call
     peer_ffi_targets()["combine"]                              an op whose rows are on several GPUs, likewise
 
 A build without CUDA kernels warns at the first op on a Hopper GPU (`warn_without_cuda`).
@@ -20,6 +21,7 @@ import warnings
 try:
     from ._ops import (
         CudaLaunch,
+        CudaProgram,
         Exchange,
         cuda_archs,
         cuda_ffi_targets,
@@ -38,6 +40,7 @@ except ImportError as error:
 __all__ = [
     "CUDA_OPS",
     "CudaLaunch",
+    "CudaProgram",
     "Exchange",
     "cuda_archs",
     "cuda_ffi_targets",

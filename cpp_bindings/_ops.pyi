@@ -123,6 +123,38 @@ class CudaLaunch:
             RuntimeError: CUDA refuses the launch.
         """
 
+class CudaProgram:
+    """Steps on two streams of one device, launched by one call (core_kernels/peer/program.h).
+
+    Args:
+        exchange: of the type of the arrays.
+        device: the number of the GPU.
+        types: (shape, dtype name) of each array.
+        steps: (op, stream, inputs, outputs, attrs, (first, last, reserved)), arrays by number; `Step` of schedule.py.
+
+    Raises:
+        ValueError: an unknown op, another number of arrays.
+        TypeError: another dtype.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        device: int,
+        types: Sequence[tuple[Sequence[int], str]],
+        steps: Sequence[tuple[str, int, Sequence[int], Sequence[int], Sequence[int], tuple[int, int, int]]],
+    ) -> None: ...
+    def __call__(self, arrays: tuple[Any, ...], side: int) -> None:
+        """Launch on the current stream of the arrays' framework and on the stream `side`. As `CudaLaunch.__call__`.
+
+        Args:
+            arrays: dense arrays of the types.
+            side: the address of a stream of the device.
+
+        Raises:
+            RuntimeError: CUDA refuses a launch.
+        """
+
 def cuda_ffi_targets() -> dict[str, Any]:
     """The CUDA ops as calls of XLA, as `ffi_targets`.
 

@@ -11,6 +11,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -18,6 +19,7 @@
 #include <iterator>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -27,6 +29,7 @@
 #include "ffi.h"
 #include "find_op.h"
 #include "peer/peers.h"
+#include "peer/program.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -37,19 +40,27 @@ namespace {
 using cuda::CudaOp;
 using ArrayTypes = std::vector<std::pair<std::vector<int64_t>, std::string>>;  // shape, dtype name
 
-DType dtype_of(const CudaOp& op, const std::string& name) {
+DType dtype_of(const char* op, const std::string& name) {
   if (name == "uint8") return DType::u8;
   if (name == "int32") return DType::i32;
   if (name == "bfloat16") return DType::bf16;
   if (name == "float32") return DType::f32;
   throw nb::type_error(
-      (std::string(op.name) + ": dtype: got " + name + "; allowed: uint8, int32, bfloat16 or float32").c_str());
+      (std::string(op) + ": dtype: got " + name + "; allowed: uint8, int32, bfloat16 or float32").c_str());
 }
 
 void require_count(const CudaOp& op, const char* what, size_t got, size_t allowed) {
   if (got != allowed)
     throw std::invalid_argument(std::string(op.name) + ": " + what + ": got " + std::to_string(got) +
                                 "; allowed: " + std::to_string(allowed));
+}
+
+void* address_of(const char* op, const Exchange& exchange, nb::handle array) {
+  nb::dlpack::dltensor found;
+  if (!exchange.read(array, &found))
+    throw nb::type_error(
+        (std::string(op) + ": arrays: got a " + nb::inst_name(array).c_str() + "; allowed: dense arrays").c_str());
+  return static_cast<char*>(found.data) + found.byte_offset;
 }
 
 // A prepared launch: everything but the addresses of the arrays and the stream, which a call adds.
@@ -68,7 +79,7 @@ class CudaLaunch {
     require_count(op_, "attrs", attrs_.size(), op_.num_attrs);
     types_.insert(types_.end(), std::make_move_iterator(outputs.begin()), std::make_move_iterator(outputs.end()));
     require_count(op_, "arrays", types_.size(), std::min(types_.size(), kMostArrays));
-    for (const auto& [shape, dtype] : types_) arrays_.push_back({nullptr, shape, dtype_of(op_, dtype)});
+    for (const auto& [shape, dtype] : types_) arrays_.push_back({nullptr, shape, dtype_of(op_.name, dtype)});
   }
   CudaLaunch(const CudaLaunch&) = delete;  // arrays_ points into types_
 
@@ -89,14 +100,7 @@ class CudaLaunch {
   }
 
  private:
-  void* address(nb::handle array) const {
-    nb::dlpack::dltensor found;
-    if (!exchange_.read(array, &found))
-      throw nb::type_error(
-          (std::string(op_.name) + ": arrays: got a " + nb::inst_name(array).c_str() + "; allowed: dense arrays")
-              .c_str());
-    return static_cast<char*>(found.data) + found.byte_offset;
-  }
+  void* address(nb::handle array) const { return address_of(op_.name, exchange_, array); }
 
   static constexpr size_t kMostArrays = 17;
   const Exchange exchange_;
@@ -106,6 +110,44 @@ class CudaLaunch {
   size_t num_inputs_;
   std::vector<int64_t> attrs_;
   std::vector<Array> arrays_;
+};
+
+using StepTuple = std::tuple<std::string, int, std::vector<int>, std::vector<int>, std::vector<int64_t>,
+                             std::tuple<int, int, int>>;  // a cuda::Step
+
+// A program and the types of its arrays; a call adds their addresses.
+class CudaProgram {
+ public:
+  CudaProgram(const Exchange& exchange, int device, ArrayTypes types, const std::vector<StepTuple>& steps)
+      : exchange_(exchange), device_(device), types_(std::move(types)), program_(device, types_.size(), of(steps)) {
+    for (const auto& [shape, dtype] : types_) arrays_.push_back({nullptr, shape, dtype_of("CudaProgram", dtype)});
+  }
+  CudaProgram(const CudaProgram&) = delete;  // arrays_ points into types_
+
+  void operator()(const nb::tuple& arrays, intptr_t side) {
+    if (arrays.size() != arrays_.size()) throw std::invalid_argument("CudaProgram: arrays do not match its types");
+    std::vector<Array> all(arrays_);
+    for (size_t i = 0; i < all.size(); ++i) all[i].data = address_of("CudaProgram", exchange_, arrays[i]);
+    const auto stream = static_cast<cudaStream_t>(exchange_.cuda_stream(device_));
+    nb::gil_scoped_release unlocked;
+    program_.run(all, stream, reinterpret_cast<cudaStream_t>(side));
+  }
+
+ private:
+  static std::vector<cuda::Step> of(const std::vector<StepTuple>& steps) {
+    std::vector<cuda::Step> out;
+    for (const auto& [op, stream, inputs, outputs, attrs, share] : steps) {
+      const auto [first, last, reserved] = share;
+      out.push_back({op, stream, inputs, outputs, attrs, {first, last, reserved}});
+    }
+    return out;
+  }
+
+  const Exchange exchange_;
+  const int device_;
+  ArrayTypes types_;
+  std::vector<Array> arrays_;
+  cuda::Program program_;
 };
 
 // XLA makes the device current. A handler only launches, so that a CUDA graph can capture it.
@@ -189,6 +231,10 @@ void bind_cuda(nb::module_& m) {
       .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),
            "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)
       .def("__call__", &CudaLaunch::operator(), "inputs"_a, "outputs"_a);
+  nb::class_<CudaProgram>(m, "CudaProgram")
+      .def(nb::init<const Exchange&, int, ArrayTypes, const std::vector<StepTuple>&>(), "exchange"_a, "device"_a,
+           "types"_a, "steps"_a)
+      .def("__call__", &CudaProgram::operator(), "arrays"_a, "side"_a);
 }
 
 }  // namespace mxep

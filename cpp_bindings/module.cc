@@ -17,6 +17,7 @@ NB_MODULE(_ops, m) {
   m.attr("cuda_archs") = nb::make_tuple();
   m.attr("cuda_op_archs") = nb::dict();
   m.attr("CudaLaunch") = nb::none();
+  m.attr("CudaProgram") = nb::none();
   m.def("cuda_ffi_targets", [] { return nb::dict(); });
   m.def("peer_ffi_targets", [] { return nb::dict(); });
 #endif

@@ -45,6 +45,22 @@ inline unsigned multiprocessors(const char* op) {
   return static_cast<unsigned>(count);
 }
 
+// Makes a device current for the calling thread and restores the previous one.
+class CurrentDevice {
+ public:
+  CurrentDevice(const char* op, int device) : wanted_(device) {
+    check(op, cudaGetDevice(&before_));
+    if (before_ != wanted_) check(op, cudaSetDevice(wanted_));
+  }
+  ~CurrentDevice() {
+    if (before_ != wanted_) cudaSetDevice(before_);
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+
+ private:
+  int wanted_, before_ = 0;
+};
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace mxep::cuda

@@ -196,9 +196,11 @@ def _row(
 def pull_kernel(
     inverse, positions, table, TOKENS, ROWS_AT, SCALES_AT, y,
     D: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes tokens p, p + programs, ... y[t]: the sum of the token's replicas in fp32 from +0 with ascending
+    """SLOTS: rows are in the slots [t][k] of the first memory of the table, and positions say whether they were sent.
+
+    Program p takes tokens p, p + programs, ... y[t]: the sum of the token's replicas in fp32 from +0 with ascending
     k, rounded once, as `combine` computes it; of rows without replicas the row. NaN if a row has no position."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
@@ -209,6 +211,8 @@ def pull_kernel(
             for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
                 position = _position(inverse, positions, t, k, K, REPLICAS)
                 least = tl.minimum(least, position)
+                if SLOTS:
+                    position = tl.where(position < 0, position, t * K + k)
                 x = _row(table, position, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)
                 # 0 + -0 is +0: a row that is no sum is copied.
                 acc = acc + x if REPLICAS else x
@@ -223,15 +227,19 @@ def pull_kernel(
                 tl.store(out, bits.to(tl.bfloat16, bitcast=True), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["SLOTS", "WEIGHTS_AT"])
-def pull_weights_kernel(inverse, positions, table, SLOTS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr):
-    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a position."""
+@triton.jit(do_not_specialize=["NUMBERS", "WEIGHTS_AT"])
+def pull_weights_kernel(
+    inverse, positions, table, NUMBERS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr
+):  # fmt: skip
+    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a position. SLOTS: as in pull."""
     s = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.load(inverse + s, mask=s < SLOTS, other=0).to(tl.int64)
-    position = tl.load(positions + row, mask=s < SLOTS, other=-1)
+    row = tl.load(inverse + s, mask=s < NUMBERS, other=0).to(tl.int64)
+    position = tl.load(positions + row, mask=s < NUMBERS, other=-1)
+    if SLOTS:
+        position = tl.where(position < 0, position, s)
     at = _address(table, position, WEIGHTS_AT, 4).to(out.dtype)
     value = tl.load(at, mask=position >= 0, other=float("nan"))
-    tl.store(out + s, value, mask=s < SLOTS)
+    tl.store(out + s, value, mask=s < NUMBERS)
 
 
 @triton.jit(do_not_specialize=["flag", "VALUE", "LIMIT_MS"])

@@ -73,4 +73,4 @@ def pull(width: int, top_k: int, replicas: bool, mx: bool, wide: bool, hw_cast: 
     """wide: rows of fp32, not of bf16; of MX rows the dtype to which their values are rounded."""
     block = max(min(next_power_of_2(width), BLOCK_VALUES), BLOCK)
     flags = {"REPLICAS": replicas, "MX": mx, "WIDE": wide, "HW_CAST": hw_cast}
-    return {"D": width, "K": top_k, **flags, "BLOCK_D": block}
+    return {"D": width, "K": top_k, **flags, "BLOCK_D": block, "SLOTS": False}

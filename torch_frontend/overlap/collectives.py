@@ -50,6 +50,9 @@ class Collectives:
     def begin(self, request: Request, width: int) -> PlannedExchange:
         return PlannedExchange(self, request)
 
+    def on_device(self, request: Request, found: object) -> None:
+        return None
+
     def send_error_sentinel(self, ranks: Ranks) -> None:
         send_error_sentinel(ranks)
 

@@ -26,7 +26,9 @@ from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
 from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
-from .local_experts import FFN, MM
+from .device_exchange import DeviceCall
+from .device_exchange import run as run_on_device
+from .local_experts import FFN, MM, InChunks
 from .schedule import Overlap, RowExchange, overlapped
 
 
@@ -47,6 +49,10 @@ class Transport(Protocol):
     def begin(self, request: Request, width: int) -> RowExchange:
         """The exchange of a request whose experts return rows of this width. An error on one rank raises on all, here
         or in the forward of the exchange."""
+        ...
+
+    def on_device(self, request: Request, found: InChunks | None) -> DeviceCall | None:
+        """The same as `begin` where the device drives the exchange; else None."""
         ...
 
     def send_error_sentinel(self, ranks: Ranks) -> None: ...
@@ -118,6 +124,10 @@ def _run(
         found = experts.in_chunks(request)
     except (TypeError, ValueError) as error:
         request = request._replace(error=error)
+    call = transport.on_device(request, found)
+    if call is not None:
+        assert found is not None
+        return run_on_device(call, x, probs, found.parameters)
     exchange = transport.begin(request, found.width if found else 0)
     assert found is not None
     assert request.out_dtype is not None

@@ -139,7 +139,7 @@ class PeerExchange:
         maps, slots = self._maps(), out.numel()
         self.memory.launch(
             "pull_weights", -(-slots // 256), maps.inverse, maps.positions, maps.addresses, slots, start, out,
-            BLOCK_M=256,
+            BLOCK_M=256, SLOTS=False,
         )  # fmt: skip
         return out
 

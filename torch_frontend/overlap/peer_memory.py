@@ -20,7 +20,7 @@ peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
 """
 
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from importlib import import_module
@@ -33,11 +33,16 @@ from torch import Tensor
 
 from ...core_kernels.launch import fail
 from ...core_kernels.peer import plan
+from ...core_kernels.peer.schedule import Memory
+from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, key_of, table_of_ranks
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int
 from ..ops.launch import check_devices
+from . import device_exchange
+from .device_exchange import DeviceCall
+from .local_experts import FFNExperts, InChunks
 from .peer_exchange import PeerExchange, lay_out, list_transfer_parts
 from .symmetric import Shared, barrier, has_shared_memory, shared_memory
 from .transport import ALIGNMENT, TIMEOUT, Part, Where, find_group, offsets_of, to_milliseconds, views_of
@@ -115,6 +120,8 @@ class PeerMemory:
         self.interrupted = False
         self.buffer: MappedBuffer | None = None
         self.of_graphs: list[MappedBuffer] = []
+        self.side = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
+        self.programs: dict[Any, Any] = {}
         self.weighs_sums = False
 
     @property
@@ -123,6 +130,44 @@ class PeerMemory:
 
     def begin(self, request: Request, width: int) -> PeerExchange:
         """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
+        x, recipe = request.x, request.recipe
+        parts = list_transfer_parts(recipe, x.shape[1], x.dtype, width) if request.error is None else []
+
+        def needs(capacity: int) -> list[int]:
+            return [max(offsets_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
+
+        rows, num_rows, capacity = self._reserve_for(request, needs)
+        with torch.no_grad(), self.uninterrupted():
+            layout = lay_out(self, request.counts, num_rows, capacity, recipe.alignment)
+        return PeerExchange(self, layout, rows)
+
+    def on_device(self, request: Request, found: InChunks | None) -> DeviceCall | None:
+        """The call whose exchange the device drives, with memory for it; None where another exchange has to run."""
+        if request.error is not None or found is None or not device_exchange.takes(request, found, self.device):
+            return None
+        rows, dim = request.rows, request.x.shape[1]
+        assert isinstance(rows, TokenReplicas)
+        assert isinstance(found.experts, FFNExperts)
+        also = {**request.also, "exchange": "on the device"}
+
+        def needs(capacity: int) -> list[int]:
+            slots = self.most or 0
+            return [Memory.of(0, slots, rows.top_k, dim).end, 0]
+
+        _, num_rows, capacity = self._reserve_for(request._replace(also=also), needs)
+        slots = self.most or 0
+        if num_rows > slots:
+            allowed = f"allowed: {slots}, as many as the rank with the most had in the first call"
+            fail(ValueError, OP, "rows", f"{num_rows} rows of a rank", allowed)
+        sizes = device_exchange.sizes_of(self, request, found, capacity)
+        cached, kept = found.experts.cached, found.experts.call.save_bytes
+        return DeviceCall(self, rows, request.counts, sizes, slots, request.recipe.alignment, cached, kept)
+
+    def _reserve_for(
+        self, request: Request, needs: Callable[[int], list[int]]
+    ) -> tuple[Tensor | TokenReplicas, int, int]:
+        """The rows of a checked request, their number, and the rows of an operand. needs: bytes of rows to experts and
+        of rows to tokens, of an operand of so many rows."""
         op, error, ranks = "dispatch", request.error, request.ranks
         rows, num_rows, shared = request.rows, 0, {}
         try:
@@ -138,12 +183,10 @@ class PeerMemory:
             if self.buffer is None and can_compare(ranks.group_name):
                 compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
             raise error
-        x, counts, alignment = request.x, request.counts, request.recipe.alignment
-        parts = list_transfer_parts(request.recipe, x.shape[1], x.dtype, width)
         with torch.no_grad(), self.uninterrupted():
-            capacity = self.reserve(op, num_rows, counts.shape[0], alignment, parts, shared)
-            layout = lay_out(self, counts, num_rows, capacity, alignment)
-        return PeerExchange(self, layout, rows)
+            alignment = request.recipe.alignment
+            capacity = self.reserve(op, num_rows, request.counts.shape[0], alignment, needs, shared)
+        return rows, num_rows, capacity
 
     def send_error_sentinel(self, ranks: Ranks) -> None:
         """There is no exchange that tells the others: they wait for this rank until their time limit."""
@@ -170,14 +213,14 @@ class PeerMemory:
                 fail(RuntimeError, OP, "rows", f"groups of {rows} rows with padding on rank {rank}", allowed)
 
     def reserve(
-        self, op: str, rows: int, experts: int, alignment: int, parts: Sequence[tuple[Where, Sequence[Part]]],
+        self, op: str, rows: int, experts: int, alignment: int, needs_of: Callable[[int], list[int]],
         shared: Mapping[str, Any],
     ) -> int:  # fmt: skip
         """Memory for the transfers of a call, allocated if there is less; returns the rows of an operand.
 
         Args:
             rows: of this rank.
-            parts: of each transfer.
+            needs_of: as in `_reserve_for`.
             shared: arguments that the ranks compare in the first call that has them, in the first after an error, and
                 before they allocate.
         """
@@ -185,7 +228,7 @@ class PeerMemory:
         new = key_of(shared) not in self.compared
         if new and not capturing:
             self._compare(op, shared)
-        if self.rows is None and self.most is None and not capturing:
+        if self.most is None and not capturing:
             (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
             self.most = max(all_rows)
         worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
@@ -193,7 +236,7 @@ class PeerMemory:
         if capacity >= 2**31:
             fail(ValueError, OP, "rows", f"{worst}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
         needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
-        needs += [max(offsets_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
+        needs += needs_of(capacity)
         has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]
         if any(need > size for need, size in zip(needs, has, strict=True)):
             if capturing:

@@ -231,7 +231,7 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   Maps<K> maps;
   for (int i = 0; i < K::kProducts; ++i) maps.of[i] = operands<K>(op, call.in[2 * i], call.in[2 * i + 1]);
   launch_for(call.out[0].dtype, [&]<typename Out>(Out) {
-    launch_resident<grouped_gemm_bf16<K, Out>>(op, sizeof(Bf16Shared), maps, p, stream);
+    launch_resident<grouped_gemm_bf16<K, Out>>(op, sizeof(Bf16Shared), maps, p, call.share.reserved, stream);
   });
 }
 

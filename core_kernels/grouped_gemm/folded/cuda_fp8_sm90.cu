@@ -113,7 +113,8 @@ void launch(const char* op, const Call& call, cudaStream_t stream) {
   require_32_bits(op, std::max({b_rows, scales, depth}), kCluster * kTileM, "2^31 rows, columns or scales");
   launch_for(call.out[0].dtype, [&]<typename Out>(Out) {
     constexpr auto kKernel = grouped_gemm_fp8_nt<Variant, Out>;
-    launch_resident<kKernel>(op, sizeof(typename Variant::Shared), maps_of<Variant>(op, call), p, stream);
+    launch_resident<kKernel>(op, sizeof(typename Variant::Shared), maps_of<Variant>(op, call), p, call.share.reserved,
+                             stream);
   });
 }
 

@@ -4,6 +4,8 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
 #include "cuda/cluster_launch.h"
 #include "cuda/sm90.cuh"
 #include "grouped_gemm/schedule/schedule.cuh"
@@ -19,7 +21,8 @@ inline Problem problem_of(const Call& call, int64_t depth) {
   Problem p{};
   p.group_ends = call.in.back().as<const int32_t>();
   p.out = call.out[0].data;
-  p.groups = static_cast<int>(call.in.back().dim(0));
+  p.first_group = call.share.first;
+  p.groups = static_cast<int>(std::min<int64_t>(call.in.back().dim(0), call.share.last));
   p.rows = static_cast<int>(call.out[0].dim(-2));
   p.cols = static_cast<int>(call.out[0].dim(-1));
   p.depth = static_cast<int>(depth);
@@ -39,10 +42,12 @@ inline void require_32_bits(const char* op, int64_t most, int beyond, const char
   if (most > INT32_MAX - beyond) throw std::runtime_error(std::string(op) + ": an operand has more than " + what);
 }
 
-// Launches as many CTAs as are resident at a time.
+// Launches as many CTAs as are resident at a time, but for `reserved`.
 template <auto kKernel, typename Maps>
-void launch_resident(const char* op, size_t shared_bytes, const Maps& maps, Problem p, cudaStream_t stream) {
-  const unsigned ctas = resident_ctas<kKernel>(op, stream, kCluster, kThreads, shared_bytes);
+void launch_resident(const char* op, size_t shared_bytes, const Maps& maps, Problem p, int reserved,
+                     cudaStream_t stream) {
+  const unsigned resident = resident_ctas<kKernel>(op, stream, kCluster, kThreads, shared_bytes);
+  const unsigned ctas = std::max<int>(resident - reserved, kCluster);
   p.clusters = static_cast<int>(ctas) / kCluster;
   launch_kernel(op, kKernel, ctas, kThreads, shared_bytes, stream, maps, p);
 }

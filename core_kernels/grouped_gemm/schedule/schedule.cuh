@@ -28,6 +28,7 @@ struct Problem {
   const uint8_t *row_scale, *col_scale;  // E8M0; (M,) and (G, N), or (S, rows) and (S, cols), S slots of spans
   void* out;
   int groups, rows, cols, depth;
+  int first_group;  // M-grouped: `groups` is the end of the groups that the launch computes
   int clusters;
   bool clear_rest;  // M-grouped: whether rows past the last end become zeros
   // Of folded/cuda_fp8_sm90.cu, M-grouped:
@@ -68,7 +69,7 @@ class Schedule {
   // M-grouped: `lpt` is unused.
   __device__ Schedule(const Problem& p, const LptSchedule& lpt) : p_(p), lpt_(lpt) {
     if constexpr (!kKGrouped) next_ = blockIdx.x / kCluster;
-    enter_group(0);
+    enter_group(kKGrouped ? 0 : p.first_group);
   }
 
   __device__ bool next(Tile* tile) {
@@ -145,12 +146,16 @@ class Schedule {
       end_ = tokens.end;
       whole_ = tokens.whole;
     } else {
-      begin_ = group ? end_ : 0;
+      begin_ = group == p_.first_group ? end_before(group) : end_;
       if (group >= p_.groups) return;
       // Ends that break the contract cause no write outside the output.
       end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
     }
     tiles_ = choose_tiles<kTile, kOutputs>(kKGrouped ? p_.rows : end_ - begin_, p_.cols);
+  }
+
+  __device__ int end_before(int group) const {
+    return group ? min(max(p_.group_ends[group - 1], 0), p_.rows) / kEnds * kEnds : 0;
   }
 
   const Problem& p_;

@@ -27,7 +27,8 @@ constexpr int kWarpValues = 32 * 8;    // a vector of each lane
 
 struct RowInputs {
   const bf16 *gate, *up;
-  const float* prob;  // null: every row has probability 1
+  const float* prob;      // null: every row has probability 1
+  const int32_t* before;  // the end of the group before the first one, or null
   EndedRows rows;
   int64_t cols;
   int team;  // threads of a row
@@ -91,7 +92,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const uint32_t owned = slice.has_scale() ? 0xFF : 0;
   const int64_t step = int64_t{gridDim.x} * (kWarps / warps);
   const int64_t stride = step * in.cols, rows = in.rows.count();
-  int64_t row = int64_t{blockIdx.x} * (kWarps / warps) + team;
+  const int64_t begin = in.before ? max(__ldg(in.before), 0) : 0;
+  int64_t row = begin + int64_t{blockIdx.x} * (kWarps / warps) + team;
   int64_t at = row * in.cols + slice.first;
   const bf16 *gate = in.gate + at, *up = in.up + at;
   RowValues fetched;
@@ -146,13 +148,16 @@ void swiglu_row_fold(const Call& call, cudaStream_t stream) {
   const int64_t rows = gate.dim(0), cols = gate.dim(1);
   const auto lanes = static_cast<unsigned>(ceil_div(cols, 8 * kVectors));
   const int team = static_cast<int>(std::max(std::bit_ceil(lanes), 32u));
-  const RowInputs in{gate.as<const bf16>(),
-                     call.in[1].as<const bf16>(),
-                     prob.dim(0) ? prob.as<const float>() : nullptr,
-                     {ends.as<const int32_t>(), static_cast<int>(ends.dim(0)), rows},
-                     cols,
-                     team};
-  const auto ctas = static_cast<unsigned>(std::min<int64_t>(ceil_div(rows, kThreads / team), multiprocessors(kOp)));
+  const RowInputs in{
+      gate.as<const bf16>(),
+      call.in[1].as<const bf16>(),
+      prob.dim(0) ? prob.as<const float>() : nullptr,
+      call.share.first ? ends.as<const int32_t>() + call.share.first - 1 : nullptr,
+      {ends.as<const int32_t>(), static_cast<int>(std::min<int64_t>(ends.dim(0), call.share.last)), rows},
+      cols,
+      team};
+  const auto ctas = static_cast<unsigned>(
+      std::min<int64_t>(ceil_div(rows, kThreads / team), multiprocessors(kOp) - call.share.reserved));
   with_swiglu(call, [&]<typename By>(const By& by) {
     constexpr auto kKernel = swiglu_row_folds<By>;
     constexpr int kBytes = sizeof(RowShared<By>);

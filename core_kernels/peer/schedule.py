@@ -1,0 +1,250 @@
+"""The schedule of an exchange that the device drives: programs of two streams, what lies between two meetings.
+
+    forward   main  MEET | homes | weights quantized | p1 s p2 of chunk 0 | p1 s p2 of 1 | ...            | MEET | sum
+              side               '- pull 0 | pull 1 | ... -|              '- push 0 |- push 1 | ... -'
+    backward  main  MEET | x along tokens | dh of 0 | dh of 1 ... | SwiGLU' | dx | dy along tokens | dw | MEET | sum
+              side       '- pull 0 | pull 1 | ...                                '---- push of dx -----'
+
+    p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu
+
+A chunk is a range of local experts, fixed here; its rows are on the device. Products beside a pull or a push leave
+`RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a rank
+for other ranks in MEET alone: launched one after the other, the same program ends too.
+
+A `Program` names arrays and steps; a frontend allocates the arrays and calls one `CudaProgram`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..formats import packed_width
+from ..launch import ArrayType
+from ..registry import OPS
+
+MAIN, SIDE = 0, 1
+RESERVED = 16
+"""Multiprocessors of a pull or push: 16 move 290 to 360 GB/s on an H200 (benchmarks/results/h200_exchange_probe)."""
+MOST_CHUNKS = 4
+MULTIPLE, LONGEST = 512, 8192
+"""Of dim: scales of a row are whole vectors of 16 bytes, and a ring of rows fits in shared memory."""
+ALIGNMENT = 256
+ALL = 2**31 - 1
+
+
+class Step(NamedTuple):
+    """As in program.h. share: the groups from the first to before the last, and multiprocessors left."""
+
+    op: str
+    stream: int
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    attrs: tuple[int, ...]
+    share: tuple[int, int, int] = (0, ALL, 0)
+
+
+class Program(NamedTuple):
+    """arrays: their types by name, in the order of their numbers. given: the names of those that the caller has."""
+
+    arrays: dict[str, ArrayType]
+    given: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+
+class Memory(NamedTuple):
+    """The offsets of a rank's arrays in mapped memory, and its end: packed rows (T, K + K/32), the order (T k,) int32
+    of rows by expert, weights (T k,) fp32 in this order, slots (T k, D) bf16 and numbers (T k,) fp32 of slots."""
+
+    rows: int
+    order: int
+    weights: int
+    slots: int
+    numbers: int
+    end: int
+
+    @classmethod
+    def of(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
+        """slots: T k of the rank with the most."""
+        at = [start]
+        for nbytes in (slots // top_k * packed_width(dim), 4 * slots, 4 * slots, 2 * slots * dim, 4 * slots):
+            at.append(at[-1] + -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return cls(*at)
+
+
+class Sizes(NamedTuple):
+    """Of a rank. rows: of an operand, padded groups of all ranks. numbers: of the activation."""
+
+    rank: int
+    ranks: int
+    groups: int
+    rows: int
+    dim: int
+    hidden: int
+    top_k: int
+    dtype: str
+    rounding: int
+    numbers: tuple[float, ...]
+
+
+def list_chunks(groups: int) -> list[tuple[int, int]]:
+    """The first and the last expert of each chunk, as a range.
+
+    >>> list_chunks(6)
+    [(0, 1), (1, 3), (3, 4), (4, 6)]
+    """
+    n = min(groups, MOST_CHUNKS)
+    return [(groups * c // n, groups * (c + 1) // n) for c in range(n)]
+
+
+class _Writer:
+    def __init__(self, arch: str) -> None:
+        self.arch, self.arrays, self.given, self.steps, self.marks = arch, {}, [], [], 0
+
+    def give(self, name: str, shape: Sequence[int], dtype: str) -> None:
+        self.arrays[name] = ArrayType(tuple(shape), dtype)
+        self.given.append(name)
+
+    def add(
+        self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, share: tuple[int, int, int] = (0, ALL, 0),
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """An op of the registry on the main stream."""
+        launch = OPS[op].launch(*(self.arrays[name] for name in inputs), arch=self.arch, **options)
+        if launch.cuda_unsupported:
+            raise NotImplementedError(f"{op}: {launch.cuda_unsupported}")
+        scratch = [f"{outputs[0]}.scratch{i}" for i in range(len(launch.scratch))]
+        self.arrays.update(zip((*outputs, *scratch), (*launch.out, *launch.scratch), strict=True))
+        self._step(op, MAIN, inputs, (*outputs, *scratch), launch.cuda_attrs, share)
+
+    def send(
+        self, op: str, inputs: Sequence[str], outputs: dict[str, ArrayType], attrs: tuple[int, ...],
+        groups: tuple[int, int] = (0, ALL), stream: int = SIDE,
+    ) -> None:  # fmt: skip
+        """An op of exchange_ops.h."""
+        self.arrays.update(outputs)
+        self._step(op, stream, inputs, tuple(outputs), attrs, (*groups, 0))
+
+    def order(self, earlier: int, later: int) -> None:
+        """The stream `later` waits for all work of `earlier` so far."""
+        self.wait(later, self.record(earlier))
+
+    def record(self, stream: int) -> int:
+        self.marks += 1
+        self._step("record", stream, (), (), (self.marks,))
+        return self.marks
+
+    def wait(self, stream: int, mark: int) -> None:
+        self._step("wait", stream, (), (), (mark,))
+
+    def _step(
+        self, op: str, stream: int, inputs: Sequence[str], outputs: Sequence[str], attrs: tuple[int, ...],
+        share: tuple[int, int, int] = (0, ALL, 0),
+    ) -> None:  # fmt: skip
+        numbers = {name: i for i, name in enumerate(self.arrays)}
+        of = lambda names: tuple(numbers[name] for name in names)  # noqa: E731
+        self.steps.append(Step(op, stream, of(inputs), of(outputs), tuple(map(int, attrs)), share))
+
+    def program(self) -> Program:
+        return Program(self.arrays, tuple(self.given), tuple(self.steps))
+
+
+def _pulls(to: _Writer, sizes: Sizes, memory: Memory, of: str, chunks: Sequence[tuple[int, int]]) -> list[int]:
+    """Rows `of`_q, _sf as they came and _qf, _row_sf folded; returns the mark of each chunk."""
+    m, k, marks = sizes.rows, sizes.dim, []
+    types = {"q": (m, k), "sf": (m, k // 32), "qf": (m, k), "row_sf": (m,)}
+    outputs = {f"{of}_{name}": ArrayType(shape, "uint8") for name, shape in types.items()}
+    to.order(MAIN, SIDE)
+    for chunk in chunks:
+        attrs = memory.rows, sizes.top_k, RESERVED
+        to.send("pull_fold", ("home", "group_ends", "addresses"), outputs, attrs, chunk)
+        marks.append(to.record(SIDE))
+    return marks
+
+
+def _push(to: _Writer, memory: Memory, rows: str, numbers: str, groups: tuple[int, int] = (0, ALL)) -> None:
+    to.order(MAIN, SIDE)
+    attrs = memory.slots, memory.numbers, RESERVED
+    to.send("push_rows", (rows, numbers, "home", "group_ends", "addresses"), {}, attrs, groups)
+
+
+def _quantize(to: _Writer, sizes: Sizes) -> None:
+    g, f, d = sizes.groups, sizes.hidden, sizes.dim
+    for name, shape in {"w1": (g, f, d), "w3": (g, f, d), "w2": (g, d, f)}.items():
+        to.give(name, shape, sizes.dtype)
+        parts = [f"{name}_{part}" for part in ("q", "sf", "q_t", "sf_t")]
+        to.add("quantize_matrix_fold", (name,), parts, rounding=sizes.rounding)
+
+
+def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
+    g, f, d = sizes.groups, sizes.hidden, sizes.dim
+    end = "_t" if transposed else ""
+    for name, (n, k) in {"w1": (f, d), "w3": (f, d), "w2": (d, f)}.items():
+        n, k = (k, n) if transposed else (n, k)
+        to.give(f"{name}_q{end}", (g, n, k), "uint8")
+        to.give(f"{name}_sf{end}", (g, n), "uint8")
+
+
+def write_forward(sizes: Sizes, memory: Memory, arch: str, quantize: bool) -> Program:
+    """Arrays of the backward: home, prob, x_q, x_sf, gate, up, and `w1_q_t` and so on. quantize: weights are given, not
+    their operands."""
+    to, m, chunks = _Writer(arch), sizes.rows, list_chunks(sizes.groups)
+    to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
+    to.give("group_ends", (sizes.groups,), "int32")
+    to.give("addresses", (sizes.ranks, 2), "int32")
+    home = {"home": ArrayType((m, 2), "int32"), "prob": ArrayType((m,), "float32")}
+    attrs = sizes.rank, memory.order, memory.weights
+    to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
+    arrived = _pulls(to, sizes, memory, "x", chunks)
+    _quantize(to, sizes) if quantize else _give_weights(to, sizes, False)
+    to.give("no_numbers", (0,), "float32")
+    alpha, limit, offset = sizes.numbers
+    for chunk, mark in zip(chunks, arrived, strict=True):
+        to.wait(MAIN, mark)
+        share = *chunk, RESERVED
+        operands = "x_qf", "x_row_sf", "w1_q", "w1_sf", "w3_q", "w3_sf", "group_ends"
+        to.add("grouped_mm_fold_pair", operands, ("gate", "up"), share=share, clear_rest=False)
+        to.add(
+            "swiglu_row_fold", ("gate", "up", "prob", "group_ends"), ("h_qf", "h_row_sf"), share=share,
+            rounding=sizes.rounding, alpha=alpha, limit=limit, offset=offset,
+        )  # fmt: skip
+        operands = "h_qf", "h_row_sf", "w2_q", "w2_sf", "group_ends"
+        to.add("grouped_mm_fold", operands, ("y",), share=share, clear_rest=False)
+        _push(to, memory, "y", "no_numbers", chunk)
+    to.order(SIDE, MAIN)
+    return to.program()
+
+
+def write_backward(sizes: Sizes, memory: Memory, arch: str, quantize: bool) -> Program:
+    """Results: dw1, dw3, dw2."""
+    to, m, f, chunks = _Writer(arch), sizes.rows, sizes.hidden, list_chunks(sizes.groups)
+    to.give("home", (m, 2), "int32")
+    to.give("group_ends", (sizes.groups,), "int32")
+    to.give("addresses", (sizes.ranks, 2), "int32")
+    to.give("x_q", (m, sizes.dim), "uint8")
+    to.give("x_sf", (m, sizes.dim // 32), "uint8")
+    to.give("gate", (m, f), "bfloat16")
+    to.give("up", (m, f), "bfloat16")
+    to.give("prob", (m,), "float32")
+    arrived = _pulls(to, sizes, memory, "y", chunks)
+    _quantize(to, sizes) if quantize else _give_weights(to, sizes, True)
+    to.add("requantize_col_fold", ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
+    for chunk, mark in zip(chunks, arrived, strict=True):
+        to.wait(MAIN, mark)
+        operands = "y_qf", "y_row_sf", "w2_q_t", "w2_sf_t", "group_ends"
+        to.add("grouped_mm_fold", operands, ("dh",), share=(*chunk, RESERVED), clear_rest=False)
+    alpha, limit, offset = sizes.numbers
+    parts = [f"{of}_{part}" for of in ("gate", "up") for part in ("qf", "row_sf", "q_t", "span_sf")]
+    to.add(
+        "swiglu_bwd_fold", ("dh", "gate", "up", "prob", "group_ends"), (*parts, "h_q_t", "h_span_sf", "dprob"),
+        rounding=sizes.rounding, alpha=alpha, limit=limit, offset=offset,
+    )  # fmt: skip
+    operands = "gate_qf", "gate_row_sf", "w1_q_t", "w1_sf_t", "up_qf", "up_row_sf", "w3_q_t", "w3_sf_t", "group_ends"
+    to.add("grouped_mm_fold_sum", operands, ("dx",), clear_rest=False)
+    _push(to, memory, "dx", "dprob")
+    to.add("requantize_col_fold", ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
+    beside = 0, ALL, RESERVED
+    operands = "y_q_t", "y_span_sf", "h_q_t", "h_span_sf", "group_ends"
+    to.add("grouped_wgrad_fold", operands, ("dw2",), share=beside, out_dtype=sizes.dtype)
+    operands = "gate_q_t", "gate_span_sf", "x_q_t", "x_span_sf", "up_q_t", "up_span_sf", "group_ends"
+    to.add("grouped_wgrad_fold_pair", operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
+    to.order(SIDE, MAIN)
+    return to.program()

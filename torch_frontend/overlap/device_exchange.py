@@ -1,0 +1,268 @@
+"""Expert parallelism whose exchange the device drives, hidden beneath the products: of recipe "mxfp8" on Hopper.
+
+    forward    packed rows, order, weights --> own memory | share counts, MEET | CudaProgram | MEET | sums of slots
+    backward   packed gradients            --> own memory | MEET               | CudaProgram | MEET | sums of slots
+
+core_kernels/peer/schedule.py draws the two programs. The experts' ranks pull rows out of the tokens' ranks, and push
+results into the slot [token][k] of the token's rank. The host reads no size; one call launches what lies between two
+meetings. The result and all gradients have the bytes of `dispatch`, experts and `combine` without overlap.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import cpp_bindings
+from ...core_kernels.dispatch import facts
+from ...core_kernels.formats import packed_width
+from ...core_kernels.launch import ArrayType
+from ...core_kernels.peer import plan, schedule
+from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.registry import OPS
+from ..exchange.all_to_all import TokenReplicas
+from ..exchange.counts import Request
+from ..ops.call import call_out
+from ..ops.device import arch_of, compute_capability, forced
+from ..ops.differentiable import differentiable, save, saved_by
+from ..ops.launch import dtype_name
+from ..ops.mx_tensor import dequantized
+from ..ops.private import exchange
+from ..products.forms.fold import Folded
+from ..products.weights import Cached, is_transpose
+from .local_experts import FFNExperts, InChunks
+from .peer_exchange import Layout, lay_out
+
+if TYPE_CHECKING:
+    from .peer_memory import PeerMemory
+
+HOPPER = (9, 0)
+SAVED = "home", "prob", "x_q", "x_sf", "gate", "up"
+OPERANDS = [f"{w}_{part}" for w in ("w1", "w3", "w2") for part in ("q", "sf")]
+TRANSPOSED = [f"{name}_t" for name in OPERANDS]
+
+
+class Prepared(NamedTuple):
+    """A program on a device, and the arrays that a call allocates, by name."""
+
+    program: Program
+    launch: Any
+    made: dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+    @classmethod
+    def of(cls, program: Program, device: torch.device) -> "Prepared":
+        types = [(a.shape, a.dtype) for a in program.arrays.values()]
+        assert exchange is not None
+        launch = cpp_bindings.CudaProgram(exchange, device.index, types, program.steps)
+        given = set(program.given)
+        return cls(program, launch, {n: _torch_type(a) for n, a in program.arrays.items() if n not in given})
+
+    def __call__(self, memory: "PeerMemory", given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All arrays by name."""
+        made = {n: torch.empty(s, dtype=t, device=memory.device) for n, (s, t) in self.made.items()}
+        arrays = {**made, **{name: given[name] for name in self.program.given}}
+        assert memory.side is not None
+        self.launch(tuple(arrays[name] for name in self.program.arrays), memory.side.cuda_stream)
+        return arrays
+
+
+def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
+    return array.shape, getattr(torch, array.dtype)
+
+
+class DeviceCall(NamedTuple):
+    """One call. slots: T k of the rank with the most. kept: operands along N live until the backward."""
+
+    memory: "PeerMemory"
+    rows: TokenReplicas
+    counts: Tensor
+    sizes: Sizes
+    slots: int
+    alignment: int
+    cached: tuple[Cached, ...]
+    kept: bool
+
+    def prepared(self, forward: bool, quantize: bool) -> tuple[Prepared, Memory]:
+        memory = self.memory
+        assert memory.buffer is not None
+        places = Memory.of(memory.buffer.starts[1], self.slots, self.sizes.top_k, self.sizes.dim)
+        key = forward, quantize, self.sizes, places
+        if key not in memory.programs:
+            write = schedule.write_forward if forward else schedule.write_backward
+            program = write(self.sizes, places, arch_of(memory.device), quantize)
+            memory.programs[key] = Prepared.of(program, memory.device)
+        return memory.programs[key], places
+
+    def write_rows(self, x: Tensor, places: Memory) -> None:
+        """Packed MXFP8 rows to this rank's memory."""
+        t, width = x.shape[0], packed_width(x.shape[1])
+        packed = self._own(places.rows, (t, width), torch.uint8)
+        call_out((packed,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.sizes.rounding)
+
+    def write_order(self, probs: Tensor | None, places: Memory) -> None:
+        order = self.rows.order
+        self._own(places.order, order.shape, torch.int32).copy_(order)
+        weights = self._own(places.weights, order.shape, torch.float32)
+        if probs is None:
+            weights.fill_(1.0)
+        else:
+            torch.index_select(probs.reshape(-1), 0, order, out=weights)
+
+    def sums(self, layout: Layout, places: Memory, dtype: torch.dtype) -> Tensor:
+        """(T, D): the sum of each token's slots, NaN if a row exceeded a capacity."""
+        memory, t, k = self.memory, self.rows.x.shape[0], self.sizes.top_k
+        y = torch.empty((t, self.sizes.dim), dtype=dtype, device=memory.device)
+        hw_cast = facts(arch_of(memory.device)).hw_cast
+        memory.launch(
+            "pull", min(t, memory.width), self.rows.inverse, layout.positions, self._own_address(), t, places.slots, 0,
+            y, **plan.pull(self.sizes.dim, k, True, False, False, hw_cast) | {"SLOTS": True},
+        )  # fmt: skip
+        return y
+
+    def numbers(self, layout: Layout, places: Memory) -> Tensor:
+        """(T, k) fp32 of the slots."""
+        out = torch.empty((self.rows.x.shape[0], self.sizes.top_k), dtype=torch.float32, device=self.memory.device)
+        self.memory.launch(
+            "pull_weights", -(-out.numel() // 256), self.rows.inverse, layout.positions, self._own_address(),
+            out.numel(), places.numbers, out, BLOCK_M=256, SLOTS=True,
+        )  # fmt: skip
+        return out
+
+    def addresses(self) -> Tensor:
+        buffer = self.memory.buffer
+        assert buffer is not None
+        return buffer.addresses.view(torch.int32).view(-1, 2)
+
+    def _own_address(self) -> Tensor:
+        buffer, rank = self.memory.buffer, self.memory.rank
+        assert buffer is not None
+        return buffer.addresses[rank : rank + 1]
+
+    def _own(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory.own[start : start + nbytes].view(dtype).view(shape)
+
+
+class _DeviceFFN(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: DeviceCall, *weights: Tensor) -> Any:
+        memory, sizes = call.memory, call.sizes
+        quantize = call.cached[0] is None
+        with memory.uninterrupted():
+            program, places = call.prepared(True, quantize)
+            call.write_rows(x, places)
+            call.write_order(probs, places)
+            layout = lay_out(memory, call.counts, call.rows.order.shape[0], sizes.rows, call.alignment)
+            experts = sizes.groups * sizes.ranks
+            given = {"counts": memory.counts(experts), "group_ends": layout.group_ends, "addresses": call.addresses()}
+            given |= dict(zip(("w1", "w3", "w2"), weights, strict=True)) | _operands(call.cached, 0)
+            given["no_numbers"] = torch.empty(0, dtype=torch.float32, device=memory.device)
+            arrays = program(memory, given)
+            memory.barrier()
+            y = call.sums(layout, places, torch.bfloat16)
+        if any(ctx.needs_input_grad):
+            kept = _operands(call.cached, 1) if not quantize else arrays if call.kept else {}
+            operands = tuple(kept[name] for name in TRANSPOSED) if kept else None
+            values = None if operands else weights
+            save(ctx, (tuple(layout[:4]), tuple(arrays[name] for name in SAVED), operands, values))
+            ctx.call, ctx.probs, ctx.dtype = call, probs is not None and ctx.needs_input_grad[1], x.dtype
+        ctx.mark_non_differentiable(layout.totals)
+        return y, layout.totals
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call: DeviceCall = ctx.call
+        layout, saved, operands, values = saved_by(ctx)
+        memory, layout = call.memory, Layout(*layout[:4], capacity=call.sizes.rows)
+        with memory.uninterrupted():
+            program, places = call.prepared(False, operands is None)
+            call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
+            memory.barrier()
+            given = dict(zip(SAVED, saved, strict=True))
+            given |= {"group_ends": layout.group_ends, "addresses": call.addresses()}
+            given |= dict(zip(TRANSPOSED, operands, strict=True)) if operands else {}
+            given |= dict(zip(("w1", "w3", "w2"), values, strict=True)) if values else {}
+            del saved, operands, values
+            arrays = program(memory, given)
+            del given
+            found = tuple(arrays[name] for name in ("dw1", "dw3", "dw2"))
+            del arrays
+            memory.barrier()
+            dx = call.sums(layout, places, ctx.dtype)
+            dprobs = call.numbers(layout, places) if ctx.probs else None
+        return dx, dprobs, None, *found
+
+
+def _operands(cached: Sequence[Cached], which: int) -> dict[str, Tensor]:
+    """Of w1, w3, w2: along K (0) or along N (1), by name; nothing without cached weights."""
+    if cached[0] is None:
+        return {}
+    parts = [part for w in cached if w is not None for part in w[which]]
+    return dict(zip((OPERANDS, TRANSPOSED)[which], parts, strict=True))
+
+
+_device_ffn = differentiable("expert parallelism", _DeviceFFN)
+
+
+def takes(request: Request, found: InChunks, device: torch.device) -> bool:
+    """Whether the device drives the exchange of a call; the same on all ranks."""
+    experts, rows, dims = found.experts, request.rows, found.width
+    if not isinstance(experts, FFNExperts) or not isinstance(rows, TokenReplicas) or not request.inside:
+        return False
+    x, (*weights, b1, b3, b2) = rows.x, found.parameters
+    call, form = experts.call, experts.call.options.form
+    grads = [t is not None and t.requires_grad for t in (x, *weights)]
+    kinds = {w.dtype for w in weights if w is not None}
+    return (
+        device.type == "cuda"
+        and compute_capability(device) == HOPPER
+        and not cpp_bindings.why_not_cuda("grouped_mm_fold", HOPPER)
+        and exchange is not None
+        and forced() in (None, "cuda")
+        and form.name == "fold"
+        and form.wgrad_mx
+        and request.recipe.sends_mx("dispatch")
+        and request.recipe.sends_mx("combine_grad")
+        and not request.recipe.sends_mx("combine")
+        and not request.recipe.sends_mx("dispatch_grad")
+        and request.out_dtype == torch.bfloat16
+        and x.dtype == torch.bfloat16
+        and b1 is None and b3 is None and b2 is None
+        and not call.recompute
+        and not call.options.pad
+        and (not torch.is_grad_enabled() or all(grads) or not any(grads))
+        and len(kinds) == 1
+        and all(w is not None and w.is_contiguous() and not is_transpose(w) for w in weights)
+        and len({_whole(cached) for cached in experts.cached}) == 1
+        and x.shape[1] == dims
+        and dims % schedule.MULTIPLE == 0
+        and dims <= schedule.LONGEST
+    )  # fmt: skip
+
+
+def _whole(cached: Cached) -> bool | None:
+    """Whether cached weights have both operands folded; None without."""
+    if cached is None:
+        return None
+    return isinstance(cached.along_k, Folded) and isinstance(cached.along_n, Folded)
+
+
+def run(
+    call: DeviceCall, x: Tensor, probs: Tensor | None, parameters: Sequence[Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """(T, D) bfloat16, and rows of all ranks per expert."""
+    return _device_ffn(x, probs, call, *parameters[:3])
+
+
+def sizes_of(memory: "PeerMemory", request: Request, found: InChunks, capacity: int) -> Sizes:
+    experts, w1, rows = found.experts, found.parameters[0], request.rows
+    assert isinstance(experts, FFNExperts)
+    assert isinstance(rows, TokenReplicas)
+    assert w1 is not None
+    groups, hidden, dim = w1.shape
+    rounding = int(request.recipe.rounding)
+    return Sizes(
+        memory.rank, memory.ranks, groups, capacity, dim, hidden, rows.top_k, dtype_name(w1.dtype), rounding,
+        tuple(experts.call.numbers),
+    )  # fmt: skip
