@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from ..formats import packed_width
 from ..launch import ArrayType
 from ..registry import OPS
+from ..swiglu.folded import plan, plan_bwd
+from ..tiles import cdiv
 
 MAIN, SIDE = 0, 1
 RESERVED = 16
@@ -29,6 +31,17 @@ MULTIPLE, LONGEST = 512, 8192
 """Of dim: scales of a row are whole vectors of 16 bytes, and a ring of rows fits in shared memory."""
 ALIGNMENT = 256
 ALL = 2**31 - 1
+
+
+def takes(groups: int, dim: int, hidden: int) -> bool:
+    """Whether the kernels of the programs take these sizes, whatever the number of rows."""
+    return (
+        dim % MULTIPLE == 0
+        and dim <= LONGEST
+        and hidden <= min(plan.LONGEST_ROW, plan_bwd.LONGEST_ROW)
+        and groups <= plan_bwd.MAX_GROUPS
+        and groups * cdiv(hidden, plan_bwd.TILE_COLUMNS) >= plan_bwd.FEW_CHAINS
+    )
 
 
 class Step(NamedTuple):

@@ -214,6 +214,8 @@ def takes(request: Request, found: InChunks, device: torch.device) -> bool:
     call, form = experts.call, experts.call.options.form
     grads = [t is not None and t.requires_grad for t in (x, *weights)]
     kinds = {w.dtype for w in weights if w is not None}
+    quantized = {_whole(cached) for cached in experts.cached}
+    groups, hidden = (0, 0) if weights[0] is None else weights[0].shape[:2]
     return (
         device.type == "cuda"
         and compute_capability(device) == HOPPER
@@ -233,11 +235,10 @@ def takes(request: Request, found: InChunks, device: torch.device) -> bool:
         and not call.options.pad
         and (not torch.is_grad_enabled() or all(grads) or not any(grads))
         and len(kinds) == 1
+        and (quantized == {True} or (quantized == {None} and kinds == {torch.bfloat16}))
         and all(w is not None and w.is_contiguous() and not is_transpose(w) for w in weights)
-        and len({_whole(cached) for cached in experts.cached}) == 1
         and x.shape[1] == dims
-        and dims % schedule.MULTIPLE == 0
-        and dims <= schedule.LONGEST
+        and schedule.takes(groups, dims, hidden)
     )  # fmt: skip
 
 
