@@ -30,6 +30,7 @@ MOST_CHUNKS = 4
 MULTIPLE, LONGEST = 512, 8192
 """Of dim: scales of a row are whole vectors of 16 bytes, and a ring of rows fits in shared memory."""
 ALIGNMENT = 256
+ARCH = "sm_90"
 ALL = 2**31 - 1
 
 
@@ -76,7 +77,7 @@ class Memory(NamedTuple):
 
     @classmethod
     def of(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
-        """slots: T k of the rank with the most."""
+        """slots: the most that a rank may have."""
         at = [start]
         for nbytes in (slots // top_k * packed_width(dim), 4 * slots, 4 * slots, 2 * slots * dim, 4 * slots):
             at.append(at[-1] + -(-nbytes // ALIGNMENT) * ALIGNMENT)
@@ -109,8 +110,8 @@ def list_chunks(groups: int) -> list[tuple[int, int]]:
 
 
 class _Writer:
-    def __init__(self, arch: str) -> None:
-        self.arch, self.arrays, self.given, self.steps, self.marks = arch, {}, [], [], 0
+    def __init__(self) -> None:
+        self.arrays, self.given, self.steps, self.marks = {}, [], [], 0
 
     def give(self, name: str, shape: Sequence[int], dtype: str) -> None:
         self.arrays[name] = ArrayType(tuple(shape), dtype)
@@ -121,7 +122,7 @@ class _Writer:
         **options: Any,
     ) -> None:  # fmt: skip
         """An op of the registry on the main stream."""
-        launch = OPS[op].launch(*(self.arrays[name] for name in inputs), arch=self.arch, **options)
+        launch = OPS[op].launch(*(self.arrays[name] for name in inputs), arch=ARCH, **options)
         if launch.cuda_unsupported:
             raise NotImplementedError(f"{op}: {launch.cuda_unsupported}")
         scratch = [f"{outputs[0]}.scratch{i}" for i in range(len(launch.scratch))]
@@ -196,10 +197,10 @@ def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
         to.give(f"{name}_sf{end}", (g, n), "uint8")
 
 
-def write_forward(sizes: Sizes, memory: Memory, arch: str, quantize: bool) -> Program:
+def write_forward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     """Arrays of the backward: home, prob, x_q, x_sf, gate, up, and `w1_q_t` and so on. quantize: weights are given, not
     their operands."""
-    to, m, chunks = _Writer(arch), sizes.rows, list_chunks(sizes.groups)
+    to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups)
     to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
     to.give("addresses", (sizes.ranks, 2), "int32")
@@ -226,9 +227,9 @@ def write_forward(sizes: Sizes, memory: Memory, arch: str, quantize: bool) -> Pr
     return to.program()
 
 
-def write_backward(sizes: Sizes, memory: Memory, arch: str, quantize: bool) -> Program:
+def write_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     """Results: dw1, dw3, dw2."""
-    to, m, f, chunks = _Writer(arch), sizes.rows, sizes.hidden, list_chunks(sizes.groups)
+    to, m, f, chunks = _Writer(), sizes.rows, sizes.hidden, list_chunks(sizes.groups)
     to.give("home", (m, 2), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
     to.give("addresses", (sizes.ranks, 2), "int32")

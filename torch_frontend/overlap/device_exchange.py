@@ -62,8 +62,7 @@ class Prepared(NamedTuple):
         """All arrays by name."""
         made = {n: torch.empty(s, dtype=t, device=memory.device) for n, (s, t) in self.made.items()}
         arrays = {**made, **{name: given[name] for name in self.program.given}}
-        assert memory.side is not None
-        self.launch(tuple(arrays[name] for name in self.program.arrays), memory.side.cuda_stream)
+        self.launch(tuple(arrays[name] for name in self.program.arrays), memory.side_stream)
         return arrays
 
 
@@ -72,13 +71,12 @@ def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 class DeviceCall(NamedTuple):
-    """One call. slots: T k of the rank with the most. kept: operands along N live until the backward."""
+    """One call. kept: operands along N live until the backward."""
 
     memory: "PeerMemory"
     rows: TokenReplicas
     counts: Tensor
     sizes: Sizes
-    slots: int
     alignment: int
     cached: tuple[Cached, ...]
     kept: bool
@@ -86,11 +84,11 @@ class DeviceCall(NamedTuple):
     def prepared(self, forward: bool, quantize: bool) -> tuple[Prepared, Memory]:
         memory = self.memory
         assert memory.buffer is not None
-        places = Memory.of(memory.buffer.starts[1], self.slots, self.sizes.top_k, self.sizes.dim)
+        places = Memory.of(memory.buffer.starts[1], self.sizes.rows, self.sizes.top_k, self.sizes.dim)
         key = forward, quantize, self.sizes, places
         if key not in memory.programs:
             write = schedule.write_forward if forward else schedule.write_backward
-            program = write(self.sizes, places, arch_of(memory.device), quantize)
+            program = write(self.sizes, places, quantize)
             memory.programs[key] = Prepared.of(program, memory.device)
         return memory.programs[key], places
 
@@ -113,7 +111,7 @@ class DeviceCall(NamedTuple):
         """(T, D): the sum of each token's slots, NaN if a row exceeded a capacity."""
         memory, t, k = self.memory, self.rows.x.shape[0], self.sizes.top_k
         y = torch.empty((t, self.sizes.dim), dtype=dtype, device=memory.device)
-        hw_cast = facts(arch_of(memory.device)).hw_cast
+        hw_cast = memory.device.type == "cuda" and facts(arch_of(memory.device)).hw_cast
         memory.launch(
             "pull", min(t, memory.width), self.rows.inverse, layout.positions, self._own_address(), t, places.slots, 0,
             y, **plan.pull(self.sizes.dim, k, True, False, False, hw_cast) | {"SLOTS": True},
@@ -205,6 +203,17 @@ def _operands(cached: Sequence[Cached], which: int) -> dict[str, Tensor]:
 _device_ffn = differentiable("expert parallelism", _DeviceFFN)
 
 
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernels of the programs run on the device, and may."""
+    return (
+        device.type == "cuda"
+        and compute_capability(device) == HOPPER
+        and not cpp_bindings.why_not_cuda("grouped_mm_fold", HOPPER)
+        and exchange is not None
+        and forced() in (None, "cuda")
+    )
+
+
 def takes(request: Request, found: InChunks, device: torch.device) -> bool:
     """Whether the device drives the exchange of a call; the same on all ranks."""
     experts, rows, dims = found.experts, request.rows, found.width
@@ -217,11 +226,7 @@ def takes(request: Request, found: InChunks, device: torch.device) -> bool:
     quantized = {_whole(cached) for cached in experts.cached}
     groups, hidden = (0, 0) if weights[0] is None else weights[0].shape[:2]
     return (
-        device.type == "cuda"
-        and compute_capability(device) == HOPPER
-        and not cpp_bindings.why_not_cuda("grouped_mm_fold", HOPPER)
-        and exchange is not None
-        and forced() in (None, "cuda")
+        runs_on(device)
         and form.name == "fold"
         and form.wgrad_mx
         and request.recipe.sends_mx("dispatch")

@@ -151,17 +151,16 @@ class PeerMemory:
         also = {**request.also, "exchange": "on the device"}
 
         def needs(capacity: int) -> list[int]:
-            slots = self.most or 0
-            return [Memory.of(0, slots, rows.top_k, dim).end, 0]
+            return [Memory.of(0, capacity, rows.top_k, dim).end, 0]
 
         _, num_rows, capacity = self._reserve_for(request._replace(also=also), needs)
-        slots = self.most or 0
-        if num_rows > slots:
-            allowed = f"allowed: {slots}, as many as the rank with the most had in the first call"
-            fail(ValueError, OP, "rows", f"{num_rows} rows of a rank", allowed)
+        if num_rows > capacity:
+            self.interrupt()
+            allowed = f"allowed: {capacity}, the capacity with padding; state more `rows`"
+            fail(ValueError, OP, "rows", f"{num_rows} rows of rank {self.rank}", allowed)
         sizes = device_exchange.sizes_of(self, request, found, capacity)
         cached, kept = found.experts.cached, found.experts.call.save_bytes
-        return DeviceCall(self, rows, request.counts, sizes, slots, request.recipe.alignment, cached, kept)
+        return DeviceCall(self, rows, request.counts, sizes, request.recipe.alignment, cached, kept)
 
     def _reserve_for(
         self, request: Request, needs: Callable[[int], list[int]]
@@ -228,7 +227,7 @@ class PeerMemory:
         new = key_of(shared) not in self.compared
         if new and not capturing:
             self._compare(op, shared)
-        if self.most is None and not capturing:
+        if self.rows is None and self.most is None and not capturing:
             (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
             self.most = max(all_rows)
         worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
@@ -279,6 +278,11 @@ class PeerMemory:
             shared = shared_memory(starts[-1], self.group)
         addresses = [of.data_ptr() for of in shared.of_rank]
         self.buffer = MappedBuffer(shared, torch.tensor(addresses, dtype=torch.int64, device=self.device), starts)
+
+    @property
+    def side_stream(self) -> int:
+        """The address of the stream of pulls and pushes."""
+        return 0 if self.side is None else self.side.cuda_stream
 
     @property
     def own(self) -> Tensor:
