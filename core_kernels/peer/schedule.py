@@ -14,6 +14,7 @@ for other ranks in MEET alone: launched one after the other, the same program en
 A `Program` names arrays and steps; a frontend allocates the arrays and calls one `CudaProgram`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,12 @@ def takes(groups: int, dim: int, hidden: int) -> bool:
     )
 
 
+SAVED = "home", "prob", "x_q", "x_sf", "gate", "up"
+OPERANDS = tuple(f"{w}_{part}" for w in ("w1", "w3", "w2") for part in ("q", "sf"))
+TRANSPOSED = tuple(f"{name}_t" for name in OPERANDS)
+ITEMSIZES = {"uint8": 1, "bfloat16": 2, "int32": 4, "float32": 4}
+
+
 class Step(NamedTuple):
     """As in program.h. share: the groups from the first to before the last, and multiprocessors left."""
 
@@ -57,11 +64,15 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """arrays: their types by name, in the order of their numbers. given: the names of those that the caller has."""
+    """arrays: their types by name, in the order of their numbers. given: the names of those that the caller has.
+    results: of those that it keeps. The others are in one buffer of `nbytes` bytes, at the offsets `places`."""
 
     arrays: dict[str, ArrayType]
     given: tuple[str, ...]
+    results: tuple[str, ...]
     steps: tuple[Step, ...]
+    places: dict[str, int]
+    nbytes: int
 
 
 class Memory(NamedTuple):
@@ -107,6 +118,49 @@ def list_chunks(groups: int) -> list[tuple[int, int]]:
     """
     n = min(groups, MOST_CHUNKS)
     return [(groups * c // n, groups * (c + 1) // n) for c in range(n)]
+
+
+def nbytes_of(array: ArrayType) -> int:
+    return math.prod(array.shape) * ITEMSIZES[array.dtype]
+
+
+def list_earlier(steps: Sequence[Step]) -> list[list[int]]:
+    """For each step the number of steps of each stream that have ended before it starts, counted in the list.
+
+    >>> wait = [Step("a", 1, (), (), ()), Step("record", 1, (), (), (7,)), Step("wait", 0, (), (), (7,))]
+    >>> list_earlier([*wait, Step("b", 0, (), (), ())])[-1]  # b: what is before it on stream 0, a on stream 1
+    [3, 2]
+    """
+    ended, marks, found = [[0, 0], [0, 0]], {}, []
+    for i, step in enumerate(steps):
+        of = ended[step.stream]
+        if step.op == "wait":
+            ended[step.stream] = of = [max(pair) for pair in zip(of, marks[step.attrs[0]], strict=True)]
+        found.append(list(of))
+        of[step.stream] = i + 1
+        if step.op == "record":
+            marks[step.attrs[0]] = list(of)
+    return found
+
+
+def place(nbytes: dict[str, int], users: dict[str, list[int]], steps: Sequence[Step]) -> tuple[dict[str, int], int]:
+    """Offsets in one buffer, and its size. Two arrays share memory if all steps with one end before all with the
+    other start, whatever the order in which the streams run."""
+    earlier = list_earlier(steps)
+
+    def before(x: str, y: str) -> bool:
+        return all(j < earlier[i][steps[j].stream] for i in users[y] for j in users[x])
+
+    places: dict[str, int] = {}
+    for name in sorted(nbytes, key=lambda name: -nbytes[name]):
+        taken = sorted((at, at + nbytes[x]) for x, at in places.items() if not before(x, name) and not before(name, x))
+        at = 0
+        for begin, end in taken:
+            if at + nbytes[name] <= begin:
+                break
+            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+        places[name] = at
+    return places, max((at + nbytes[name] for name, at in places.items()), default=0)
 
 
 class _Writer:
@@ -157,8 +211,19 @@ class _Writer:
         of = lambda names: tuple(numbers[name] for name in names)  # noqa: E731
         self.steps.append(Step(op, stream, of(inputs), of(outputs), tuple(map(int, attrs)), share))
 
-    def program(self) -> Program:
-        return Program(self.arrays, tuple(self.given), tuple(self.steps))
+    def program(self, results: Sequence[str]) -> Program:
+        others = [name for name in self.arrays if name not in {*self.given, *results}]
+        places, nbytes = place({name: nbytes_of(self.arrays[name]) for name in others}, self._users(), self.steps)
+        return Program(self.arrays, tuple(self.given), tuple(results), tuple(self.steps), places, nbytes)
+
+    def _users(self) -> dict[str, list[int]]:
+        """The steps that read or write each array."""
+        users: dict[str, list[int]] = {name: [] for name in self.arrays}
+        names = list(self.arrays)
+        for i, step in enumerate(self.steps):
+            for number in {*step.inputs, *step.outputs}:
+                users[names[number]].append(i)
+        return users
 
 
 def _pulls(to: _Writer, sizes: Sizes, memory: Memory, of: str, chunks: Sequence[tuple[int, int]]) -> list[int]:
@@ -197,9 +262,8 @@ def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
         to.give(f"{name}_sf{end}", (g, n), "uint8")
 
 
-def write_forward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
-    """Arrays of the backward: home, prob, x_q, x_sf, gate, up, and `w1_q_t` and so on. quantize: weights are given, not
-    their operands."""
+def write_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str]) -> Program:
+    """quantize: weights are given, not their operands. results: of SAVED and TRANSPOSED."""
     to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups)
     to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
@@ -224,7 +288,7 @@ def write_forward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
         to.add("grouped_mm_fold", operands, ("y",), share=share, clear_rest=False)
         _push(to, memory, "y", "no_numbers", chunk)
     to.order(SIDE, MAIN)
-    return to.program()
+    return to.program(results)
 
 
 def write_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
@@ -261,4 +325,4 @@ def write_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     operands = "gate_q_t", "gate_span_sf", "x_q_t", "x_span_sf", "up_q_t", "up_span_sf", "group_ends"
     to.add("grouped_wgrad_fold_pair", operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
     to.order(SIDE, MAIN)
-    return to.program()
+    return to.program(("dw1", "dw3", "dw2"))

@@ -19,7 +19,7 @@ from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import packed_width
 from ...core_kernels.launch import ArrayType
 from ...core_kernels.peer import plan, schedule
-from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.peer.schedule import OPERANDS, SAVED, TRANSPOSED, Memory, Program, Sizes, nbytes_of
 from ...core_kernels.registry import OPS
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
@@ -38,32 +38,35 @@ if TYPE_CHECKING:
     from .peer_memory import PeerMemory
 
 HOPPER = (9, 0)
-SAVED = "home", "prob", "x_q", "x_sf", "gate", "up"
-OPERANDS = [f"{w}_{part}" for w in ("w1", "w3", "w2") for part in ("q", "sf")]
-TRANSPOSED = [f"{name}_t" for name in OPERANDS]
 
 
 class Prepared(NamedTuple):
-    """A program on a device, and the arrays that a call allocates, by name."""
+    """A program on a device. results: the shapes and dtypes of its results."""
 
     program: Program
     launch: Any
-    made: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
     @classmethod
     def of(cls, program: Program, device: torch.device) -> "Prepared":
-        types = [(a.shape, a.dtype) for a in program.arrays.values()]
+        types = [(array.shape, array.dtype) for array in program.arrays.values()]
         assert exchange is not None
         launch = cpp_bindings.CudaProgram(exchange, device.index, types, program.steps)
-        given = set(program.given)
-        return cls(program, launch, {n: _torch_type(a) for n, a in program.arrays.items() if n not in given})
+        return cls(program, launch, tuple(_torch_type(program.arrays[name]) for name in program.results))
 
-    def __call__(self, memory: "PeerMemory", given: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All arrays by name."""
-        made = {n: torch.empty(s, dtype=t, device=memory.device) for n, (s, t) in self.made.items()}
-        arrays = {**made, **{name: given[name] for name in self.program.given}}
-        self.launch(tuple(arrays[name] for name in self.program.arrays), memory.side_stream)
-        return arrays
+    def __call__(self, memory: "PeerMemory", given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The results."""
+        program, device = self.program, memory.device
+        results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+        buffer = torch.empty(program.nbytes, dtype=torch.uint8, device=device)
+        made = dict(zip(program.results, results, strict=True))
+        for name, at in program.places.items():
+            array = program.arrays[name]
+            shape, dtype = _torch_type(array)
+            made[name] = buffer[at : at + nbytes_of(array)].view(dtype).view(shape)
+        arrays = made | {name: given[name] for name in program.given}
+        self.launch(tuple(arrays[name] for name in program.arrays), memory.side_stream)
+        return results
 
 
 def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
@@ -81,14 +84,17 @@ class DeviceCall(NamedTuple):
     cached: tuple[Cached, ...]
     kept: bool
 
-    def prepared(self, forward: bool, quantize: bool) -> tuple[Prepared, Memory]:
+    def prepared(self, quantize: bool, results: Sequence[str] | None) -> tuple[Prepared, Memory]:
+        """The program of the forward with these results, or of the backward, and the memory that it knows."""
         memory = self.memory
         assert memory.buffer is not None
         places = Memory.of(memory.buffer.starts[1], self.sizes.rows, self.sizes.top_k, self.sizes.dim)
-        key = forward, quantize, self.sizes, places
+        key = results, quantize, self.sizes, places
         if key not in memory.programs:
-            write = schedule.write_forward if forward else schedule.write_backward
-            program = write(self.sizes, places, quantize)
+            if results is None:
+                program = schedule.write_backward(self.sizes, places, quantize)
+            else:
+                program = schedule.write_forward(self.sizes, places, quantize, results)
             memory.programs[key] = Prepared.of(program, memory.device)
         return memory.programs[key], places
 
@@ -148,7 +154,9 @@ class _DeviceFFN(torch.autograd.Function):
         memory, sizes = call.memory, call.sizes
         quantize = call.cached[0] is None
         with memory.uninterrupted():
-            program, places = call.prepared(True, quantize)
+            results = () if not any(ctx.needs_input_grad) else SAVED
+            results += TRANSPOSED if results and quantize and call.kept else ()
+            program, places = call.prepared(quantize, results)
             call.write_rows(x, places)
             call.write_order(probs, places)
             layout = lay_out(memory, call.counts, call.rows.order.shape[0], sizes.rows, call.alignment)
@@ -156,14 +164,13 @@ class _DeviceFFN(torch.autograd.Function):
             given = {"counts": memory.counts(experts), "group_ends": layout.group_ends, "addresses": call.addresses()}
             given |= dict(zip(("w1", "w3", "w2"), weights, strict=True)) | _operands(call.cached, 0)
             given["no_numbers"] = torch.empty(0, dtype=torch.float32, device=memory.device)
-            arrays = program(memory, given)
+            found = program(memory, given)
             memory.barrier()
             y = call.sums(layout, places, torch.bfloat16)
-        if any(ctx.needs_input_grad):
-            kept = _operands(call.cached, 1) if not quantize else arrays if call.kept else {}
-            operands = tuple(kept[name] for name in TRANSPOSED) if kept else None
-            values = None if operands else weights
-            save(ctx, (tuple(layout[:4]), tuple(arrays[name] for name in SAVED), operands, values))
+        if results:
+            cached = tuple(_operands(call.cached, 1).values())
+            operands = found[len(SAVED) :] or cached or None
+            save(ctx, (tuple(layout[:4]), found[: len(SAVED)], operands, None if operands else weights))
             ctx.call, ctx.probs, ctx.dtype = call, probs is not None and ctx.needs_input_grad[1], x.dtype
         ctx.mark_non_differentiable(layout.totals)
         return y, layout.totals
@@ -174,7 +181,7 @@ class _DeviceFFN(torch.autograd.Function):
         layout, saved, operands, values = saved_by(ctx)
         memory, layout = call.memory, Layout(*layout[:4], capacity=call.sizes.rows)
         with memory.uninterrupted():
-            program, places = call.prepared(False, operands is None)
+            program, places = call.prepared(operands is None, None)
             call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
             memory.barrier()
             given = dict(zip(SAVED, saved, strict=True))
@@ -182,10 +189,8 @@ class _DeviceFFN(torch.autograd.Function):
             given |= dict(zip(TRANSPOSED, operands, strict=True)) if operands else {}
             given |= dict(zip(("w1", "w3", "w2"), values, strict=True)) if values else {}
             del saved, operands, values
-            arrays = program(memory, given)
+            found = program(memory, given)
             del given
-            found = tuple(arrays[name] for name in ("dw1", "dw3", "dw2"))
-            del arrays
             memory.barrier()
             dx = call.sums(layout, places, ctx.dtype)
             dprobs = call.numbers(layout, places) if ctx.probs else None

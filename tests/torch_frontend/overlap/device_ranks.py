@@ -4,8 +4,8 @@ memory of the ranks, Gloo as the barrier; run by test_device_exchange.py."""
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.peer import schedule
@@ -13,7 +13,6 @@ from mxep.core_kernels.peer.schedule import Memory
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import PeerMemory, TokenReplicas, quantize_weights, sort_by_expert
 from mxep.torch_frontend.overlap import device_exchange, peer_memory
-from mxep.torch_frontend.overlap.device_exchange import Prepared
 from mxep.torch_frontend.overlap.expert_parallel import Transport, expert_parallel_ffn
 from mxep.torch_frontend.overlap.symmetric import Shared
 from torch import Tensor
@@ -64,28 +63,20 @@ def opened(rows: int | None = None) -> PeerMemory:
     return files().open(peer_ranks.world().get_group(), rows)
 
 
-def prepare(program: schedule.Program, device: torch.device) -> Prepared:
-    prepared = Prepared(program, None, {})
-    given = set(program.given)
-    made = {n: device_exchange._torch_type(a) for n, a in program.arrays.items() if n not in given}
-    return prepared._replace(made=made)
+def memory_of(side: int) -> list[Tensor]:
+    (memory,) = (m for m in files().opened if id(m) == side)
+    assert memory.buffer is not None
+    return memory.buffer.shared.of_rank
 
 
-class Running:
-    """In place of Prepared.__call__: the memory is known when a program runs."""
+def poisoned(*shape: object, **options: object) -> Tensor:
+    """In place of torch.empty, for all that a call allocates."""
+    out = EMPTY(*shape, **options)  # type: ignore[arg-type]
+    out.view(torch.uint8).fill_(255)
+    return out
 
-    generator = np.random.default_rng(0)
 
-    def __call__(self, prepared: Prepared, memory: PeerMemory, given: dict[str, Tensor]) -> dict[str, Tensor]:
-        made = {n: torch.empty(s, dtype=t) for n, (s, t) in prepared.made.items()}
-        for tensor in made.values():
-            tensor.view(torch.uint8).fill_(255)
-        arrays = {**made, **{name: given[name] for name in prepared.program.given}}
-        assert memory.buffer is not None
-        of_rank = memory.buffer.shared.of_rank
-        run = ProgramOnCPU(prepared.program, lambda: of_rank, self.generator)
-        run(tuple(arrays[name] for name in prepared.program.arrays), 0)
-        return arrays
+EMPTY = torch.empty
 
 
 def routed(seed: int, rank: int, ranks: int, most: int) -> tuple[Tensor, Tensor]:
@@ -206,9 +197,11 @@ def begin(rank: int) -> None:
     peer_memory.barrier = files().barrier
     device_exchange.runs_on = lambda device: True
     schedule.takes = lambda *sizes: True
-    Prepared.of = staticmethod(prepare)  # type: ignore[method-assign]
-    running, real = Running(), device_exchange.run
-    Prepared.__call__ = lambda *arguments: running(*arguments)  # type: ignore[method-assign]
+    device_exchange.cpp_bindings = SimpleNamespace(CudaProgram=lambda exchange, index, types, steps: ProgramOnCPU(
+        steps, memory_of, rank), why_not_cuda=None)  # fmt: skip
+    PeerMemory.side_stream = property(id)  # type: ignore[method-assign, assignment]
+    device_exchange.torch = SimpleNamespace(**{**vars(torch), "empty": poisoned})
+    real = device_exchange.run
 
     def counted(call, *arguments):
         ran.append(call.memory)

@@ -1,25 +1,26 @@
 """A CudaProgram on a CPU: each step by the C++ ops and NumPy, in a random order that streams and marks allow."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.oracle import fold_rows
-from mxep.core_kernels.peer.schedule import Program, Step
+from mxep.core_kernels.peer.schedule import Step
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.ops import cpu_gemm
 from torch import Tensor
 
 
 class ProgramOnCPU:
-    """of_rank: the mapped memory of each rank, uint8; read when the program runs."""
+    """In place of CudaProgram. memory_of(side): the mapped memory of each rank, uint8, by the number of a stream."""
 
-    def __init__(self, program: Program, of_rank: Any, generator: np.random.Generator) -> None:
-        self.steps, self.of_rank, self.generator = program.steps, of_rank, generator
+    def __init__(self, steps: Sequence[Step], memory_of: Callable[[int], list[Tensor]], seed: int) -> None:
+        self.steps, self.memory_of, self.generator = steps, memory_of, np.random.default_rng(seed)
 
     def __call__(self, arrays: tuple[Tensor, ...], side: int) -> None:
+        self.of_rank = self.memory_of(side)
         queues = [[step for step in self.steps if step.stream == stream] for stream in (0, 1)]
         reached: set[int] = set()
         while any(queues):
@@ -85,7 +86,7 @@ class ProgramOnCPU:
                     self.view(rank, numbers_at, np.float32)[slot] = numbers[row].item()
 
     def view(self, rank: int, at: int, dtype: Any) -> Any:
-        memory = self.of_rank()[rank].numpy()[at:]
+        memory = self.of_rank[rank].numpy()[at:]
         return memory[: len(memory) // 4 * 4].view(dtype)
 
 
