@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.oracle import fold_rows
-from mxep.core_kernels.peer.schedule import Step
+from mxep.core_kernels.peer.schedule import Step, list_earlier
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.ops import cpu_gemm
 from torch import Tensor
@@ -18,6 +18,9 @@ class ProgramOnCPU:
 
     def __init__(self, steps: Sequence[Step], memory_of: Callable[[int], list[Tensor]], seed: int) -> None:
         self.steps, self.memory_of, self.generator = steps, memory_of, np.random.default_rng(seed)
+        *_, ended = list_earlier([*steps, Step("the next kernel of the main stream", 0, (), (), ())])
+        for i, step in enumerate(steps):
+            assert i < ended[step.stream], f"nothing waits for step {i}, {step.op}"
 
     def __call__(self, arrays: tuple[Tensor, ...], side: int) -> None:
         self.of_rank = self.memory_of(side)
