@@ -1,4 +1,4 @@
-// Rows between the GPUs of one host, by a few CTAs beside the products: bulk copies through shared memory, which keep
+// Rows between the GPUs of one host, by a few CTAs while products run on the others: bulk copies through shared memory, which keep
 // enough bytes under way for NVLink with 16 CTAs.
 //
 //   a warp    peer's row --bulk load--> stage of its ring --.-- bulk store --> q, sf           (as it came)

@@ -35,7 +35,7 @@ Program::Program(int device, size_t num_arrays, const std::vector<Step>& steps) 
   for (const Step& step : steps) {
     const CudaOp* op = find(step.op);
     const bool marks = step.op == "record" || step.op == "wait";
-    require(op || marks, step, "its name and those of the table");
+    require(op || marks, step, "its name and the names of the table");
     require(step.inputs.size() == static_cast<size_t>(op ? op->num_inputs : 0), step, "inputs");
     require(step.outputs.size() == static_cast<size_t>(op ? op->num_outputs : 0), step, "outputs");
     require(step.attrs.size() == static_cast<size_t>(op ? op->num_attrs : 1), step, "attrs");

@@ -1,4 +1,4 @@
-"""The schedule of an exchange that the device drives: programs of two streams, what lies between two meetings.
+"""The schedule of an exchange that the device drives: a program of two streams between two meetings of the ranks.
 
     forward   main  MEET | homes | weights quantized | p1 s p2 of chunk 0 | p1 s p2 of 1 | ...            | MEET | sum
               side               '- pull 0 | pull 1 | ... -|              '- push 0 |- push 1 | ... -'
@@ -7,8 +7,8 @@
 
     p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu
 
-A chunk is a range of local experts, fixed here; its rows are on the device. Products beside a pull or a push leave
-`RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a rank
+A chunk is a range of local experts, fixed here; its rows are on the device. Products that
+overlap with a pull or a push leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a rank
 for other ranks in MEET alone: launched one after the other, the same program ends too.
 
 A `Program` names arrays and steps; a frontend allocates the arrays and calls one `CudaProgram`.

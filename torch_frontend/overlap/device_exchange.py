@@ -1,10 +1,10 @@
-"""Expert parallelism whose exchange the device drives, hidden beneath the products: of recipe "mxfp8" on Hopper.
+"""Expert parallelism whose exchange the device drives, overlapped with the products: of recipe "mxfp8" on Hopper.
 
     forward    packed rows, order, weights --> own memory | share counts, MEET | CudaProgram | MEET | sums of slots
     backward   packed gradients            --> own memory | MEET               | CudaProgram | MEET | sums of slots
 
 core_kernels/peer/schedule.py draws the two programs. The experts' ranks pull rows out of the tokens' ranks, and push
-results into the slot [token][k] of the token's rank. The host reads no size; one call launches what lies between two
+results into the slot [token][k] of the token's rank. The host reads no size; one call launches all steps between two
 meetings. The result and all gradients have the bytes of `dispatch`, experts and `combine` without overlap.
 """
 

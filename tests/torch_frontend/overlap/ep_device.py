@@ -45,7 +45,7 @@ def results(
     memory: PeerMemory, over: Transport | None, seed: int, most: int, *, held: bool = False, plain: bool = False,
     again: bool = False, frozen: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
-    """y and all gradients of two layers in a row, the second one without probabilities if `plain`."""
+    """y and all gradients of two layers back to back, the second one without probabilities if `plain`."""
     group, device = memory.group, device_of(memory.group)
     rank, ranks, f = group.rank(), group.size(), HIDDEN[device.type]
     x, experts = (t.to(device) for t in routed(seed, rank, ranks, most))
