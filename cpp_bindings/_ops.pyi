@@ -130,6 +130,7 @@ class CudaProgram:
         exchange: of the type of the arrays.
         device: the number of the GPU.
         types: (shape, dtype name) of each array.
+        places: the offset of each array in the buffer of a call; -1 for an array that a call passes.
         steps: (op, stream, inputs, outputs, attrs, (first, last, reserved)), arrays by number; `Step` of schedule.py.
 
     Raises:
@@ -142,13 +143,15 @@ class CudaProgram:
         exchange: Exchange,
         device: int,
         types: Sequence[tuple[Sequence[int], str]],
+        places: Sequence[int],
         steps: Sequence[tuple[str, int, Sequence[int], Sequence[int], Sequence[int], tuple[int, int, int]]],
     ) -> None: ...
-    def __call__(self, arrays: tuple[Any, ...], side: int) -> None:
+    def __call__(self, passed: tuple[Any, ...], buffer: Any, side: int) -> None:
         """Launch on the current stream of the arrays' framework and on the stream `side`. As `CudaLaunch.__call__`.
 
         Args:
-            arrays: dense arrays of the types.
+            passed: dense arrays of the types without a place, in their order.
+            buffer: a dense array of bytes, in which the others are.
             side: the address of a stream of the device.
 
         Raises:

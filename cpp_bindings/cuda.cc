@@ -115,19 +115,30 @@ class CudaLaunch {
 using StepTuple = std::tuple<std::string, int, std::vector<int>, std::vector<int>, std::vector<int64_t>,
                              std::tuple<int, int, int>>;  // a cuda::Step
 
-// A program and the types of its arrays; a call adds their addresses.
+// A program and the types of its arrays; a call adds their addresses. places: the offset of each array in the buffer of
+// a call, or -1 for an array that a call passes.
 class CudaProgram {
  public:
-  CudaProgram(const Exchange& exchange, int device, ArrayTypes types, const std::vector<StepTuple>& steps)
-      : exchange_(exchange), device_(device), types_(std::move(types)), program_(device, types_.size(), of(steps)) {
+  CudaProgram(const Exchange& exchange, int device, ArrayTypes types, std::vector<int64_t> places,
+              const std::vector<StepTuple>& steps)
+      : exchange_(exchange),
+        device_(device),
+        types_(std::move(types)),
+        places_(std::move(places)),
+        program_(device, types_.size(), of(steps)) {
+    if (places_.size() != types_.size()) throw std::invalid_argument("CudaProgram: places do not match the types");
     for (const auto& [shape, dtype] : types_) arrays_.push_back({nullptr, shape, dtype_of("CudaProgram", dtype)});
   }
   CudaProgram(const CudaProgram&) = delete;  // arrays_ points into types_
 
-  void operator()(const nb::tuple& arrays, intptr_t side) {
-    if (arrays.size() != arrays_.size()) throw std::invalid_argument("CudaProgram: arrays do not match its types");
+  void operator()(const nb::tuple& passed, nb::handle buffer, intptr_t side) {
+    if (std::cmp_not_equal(passed.size(), std::count(places_.begin(), places_.end(), -1)))
+      throw std::invalid_argument("CudaProgram: passed arrays do not match the places");
     std::vector<Array> all(arrays_);
-    for (size_t i = 0; i < all.size(); ++i) all[i].data = address_of("CudaProgram", exchange_, arrays[i]);
+    char* base = static_cast<char*>(address_of("CudaProgram", exchange_, buffer));
+    size_t next = 0;
+    for (size_t i = 0; i < all.size(); ++i)
+      all[i].data = places_[i] < 0 ? address_of("CudaProgram", exchange_, passed[next++]) : base + places_[i];
     const auto stream = static_cast<cudaStream_t>(exchange_.cuda_stream(device_));
     nb::gil_scoped_release unlocked;
     program_.run(all, stream, reinterpret_cast<cudaStream_t>(side));
@@ -146,6 +157,7 @@ class CudaProgram {
   const Exchange exchange_;
   const int device_;
   ArrayTypes types_;
+  std::vector<int64_t> places_;
   std::vector<Array> arrays_;
   cuda::Program program_;
 };
@@ -232,9 +244,9 @@ void bind_cuda(nb::module_& m) {
            "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)
       .def("__call__", &CudaLaunch::operator(), "inputs"_a, "outputs"_a);
   nb::class_<CudaProgram>(m, "CudaProgram")
-      .def(nb::init<const Exchange&, int, ArrayTypes, const std::vector<StepTuple>&>(), "exchange"_a, "device"_a,
-           "types"_a, "steps"_a)
-      .def("__call__", &CudaProgram::operator(), "arrays"_a, "side"_a);
+      .def(nb::init<const Exchange&, int, ArrayTypes, std::vector<int64_t>, const std::vector<StepTuple>&>(),
+           "exchange"_a, "device"_a, "types"_a, "places"_a, "steps"_a)
+      .def("__call__", &CudaProgram::operator(), "passed"_a, "buffer"_a, "side"_a);
 }
 
 }  // namespace mxep

@@ -19,7 +19,7 @@ from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import packed_width
 from ...core_kernels.launch import ArrayType
 from ...core_kernels.peer import plan, schedule
-from ...core_kernels.peer.schedule import OPERANDS, SAVED, TRANSPOSED, Memory, Program, Sizes, nbytes_of
+from ...core_kernels.peer.schedule import OPERANDS, SAVED, TRANSPOSED, Memory, Program, Sizes
 from ...core_kernels.registry import OPS
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
@@ -50,8 +50,9 @@ class Prepared(NamedTuple):
     @classmethod
     def of(cls, program: Program, device: torch.device) -> "Prepared":
         types = [(array.shape, array.dtype) for array in program.arrays.values()]
+        places = [program.places.get(name, -1) for name in program.arrays]
         assert exchange is not None
-        launch = cpp_bindings.CudaProgram(exchange, device.index, types, program.steps)
+        launch = cpp_bindings.CudaProgram(exchange, device.index, types, places, program.steps)
         return cls(program, launch, tuple(_torch_type(program.arrays[name]) for name in program.results))
 
     def __call__(self, memory: "PeerMemory", given: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -59,13 +60,9 @@ class Prepared(NamedTuple):
         program, device = self.program, memory.device
         results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
         buffer = torch.empty(program.nbytes, dtype=torch.uint8, device=device)
-        made = dict(zip(program.results, results, strict=True))
-        for name, at in program.places.items():
-            array = program.arrays[name]
-            shape, dtype = _torch_type(array)
-            made[name] = buffer[at : at + nbytes_of(array)].view(dtype).view(shape)
-        arrays = made | {name: given[name] for name in program.given}
-        self.launch(tuple(arrays[name] for name in program.arrays), memory.side_stream)
+        passed = given | dict(zip(program.results, results, strict=True))
+        passed = tuple(passed[name] for name in program.arrays if name not in program.places)
+        self.launch(passed, buffer, memory.side_stream)
         return results
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,11 @@ def begin(rank: int) -> None:
     peer_memory.barrier = files().barrier
     device_exchange.runs_on = lambda device: True
     schedule.takes = lambda *sizes: True
-    device_exchange.cpp_bindings = SimpleNamespace(CudaProgram=lambda exchange, index, types, steps: ProgramOnCPU(
-        steps, memory_of, rank), why_not_cuda=None)  # fmt: skip
+
+    def program(exchange: object, index: object, *arguments: Any) -> ProgramOnCPU:
+        return ProgramOnCPU(*arguments, memory_of, rank)
+
+    device_exchange.cpp_bindings = SimpleNamespace(CudaProgram=program, why_not_cuda=None)
     PeerMemory.side_stream = property(id)  # type: ignore[method-assign, assignment]
     device_exchange.torch = SimpleNamespace(**{**vars(torch), "empty": poisoned})
     ep_device.count_runs()

@@ -16,14 +16,23 @@ from torch import Tensor
 class ProgramOnCPU:
     """In place of CudaProgram. memory_of(side): the mapped memory of each rank, uint8, by the number of a stream."""
 
-    def __init__(self, steps: Sequence[Step], memory_of: Callable[[int], list[Tensor]], seed: int) -> None:
-        self.steps, self.memory_of, self.generator = steps, memory_of, np.random.default_rng(seed)
+    def __init__(
+        self, types: Sequence[tuple[Sequence[int], str]], places: Sequence[int], steps: Sequence[Step],
+        memory_of: Callable[[int], list[Tensor]], seed: int,
+    ) -> None:  # fmt: skip
+        self.types, self.places, self.steps = types, places, steps
+        self.memory_of, self.generator = memory_of, np.random.default_rng(seed)
         *_, ended = list_earlier([*steps, Step("the next kernel of the main stream", 0, (), (), ())])
         for i, step in enumerate(steps):
             assert i < ended[step.stream], f"nothing waits for step {i}, {step.op}"
 
-    def __call__(self, arrays: tuple[Tensor, ...], side: int) -> None:
-        self.of_rank = self.memory_of(side)
+    def __call__(self, passed: tuple[Tensor, ...], buffer: Tensor, side: int) -> None:
+        self.of_rank, left, arrays = self.memory_of(side), list(passed), []
+        for (shape, name), at in zip(self.types, self.places, strict=True):
+            dtype, size = getattr(torch, name), torch.Size(shape)
+            nbytes = size.numel() * dtype.itemsize
+            arrays.append(left.pop(0) if at < 0 else buffer[at : at + nbytes].view(dtype).view(size))
+            assert (arrays[-1].shape, arrays[-1].dtype) == (size, dtype)
         queues = [[step for step in self.steps if step.stream == stream] for stream in (0, 1)]
         reached: set[int] = set()
         while any(queues):
