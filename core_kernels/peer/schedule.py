@@ -7,9 +7,9 @@
 
     p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu
 
-A chunk is a range of local experts, fixed here; its rows are on the device. Products that
-overlap with a pull or a push leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a rank
-for other ranks in MEET alone: launched one after the other, the same program ends too.
+A chunk is a range of local experts, fixed here; its rows are on the device. Products that overlap with a pull or a push
+leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a
+rank for other ranks in MEET alone: launched one after the other, the same program ends too.
 
 A `Program` names arrays and steps; a frontend allocates the arrays and calls one `CudaProgram`.
 """

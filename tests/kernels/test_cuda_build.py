@@ -126,7 +126,8 @@ def test_the_folded_products_are_fp8_tensor_core_instructions_of_hopper() -> Non
     one, two and three steps of a group's last stage; multicast copies, and code for no other architecture."""
     of = {key: code for key, code in kernels("-sass").items() if "grouped_gemm_fp8_nt" in key[1]}
     assert len(of) == 16, (
-        "M-grouped: alone, bias, second product, scales of blocks, their second product, pair; K-grouped: alone, pair; in bf16 and fp32"
+        "M-grouped: alone, bias, second product, scales of blocks, their second product, pair; K-grouped: alone, pair; "
+        "in bf16 and fp32"
     )
     for (target, name), code in of.items():
         assert target == "sm_90a"
