@@ -30,6 +30,7 @@
 #include "find_op.h"
 #include "peer/peers.h"
 #include "peer/program.h"
+#include "peer/program_of_peers.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -197,6 +198,28 @@ auto* bind(const cuda::PeerOp& op) {
       .release();
 }
 
+// The same of a program.
+auto* bind_program() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::RunId>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<ffi::Span<const int64_t>>("attrs")
+      .Attr<int64_t>("devices")
+      .To([](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
+             ffi::Span<const int64_t> attrs, int64_t devices) -> ffi::Error {
+        return call_any(args, rets, attrs,
+                        [&](const Call& c) { cuda::run_with_peers(cuda::kProgramOp, c, run.run_id, devices, stream); });
+      })
+      .release();
+}
+
+XLA_FFI_Error* program_handler(XLA_FFI_CallFrame* frame) {
+  static auto* bound = bind_program();
+  return bound->Call(frame);
+}
+
 template <size_t Index>
 XLA_FFI_Error* peer_handler(XLA_FFI_CallFrame* frame) {
   static auto* bound = bind(cuda::kPeerOps[Index]);
@@ -207,6 +230,7 @@ template <size_t... Index>
 nb::dict peer_targets(std::index_sequence<Index...>) {
   nb::dict out;
   ((out[cuda::kPeerOps[Index].name] = nb::capsule(reinterpret_cast<void*>(peer_handler<Index>))), ...);
+  out[cuda::kProgramOp.name] = nb::capsule(reinterpret_cast<void*>(program_handler));
   return out;
 }
 

@@ -32,6 +32,29 @@ inline bool array_of(const xla::ffi::AnyBuffer& buffer, Array* array) {
   }
 }
 
+// `run(call)` runs an op of any number of arrays.
+template <typename Run>
+xla::ffi::Error call_any(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
+                         xla::ffi::Span<const int64_t> attrs, Run run) {
+  using xla::ffi::AnyBuffer;
+  using xla::ffi::Error;
+  std::vector<Array> in(args.size()), out(rets.size());
+  for (size_t i = 0; i < in.size(); ++i)
+    if (!array_of(*args.get<AnyBuffer>(i), &in[i]))
+      return Error::InvalidArgument("an input has another dtype than kernels take");
+  for (size_t i = 0; i < out.size(); ++i)
+    if (!array_of(**rets.get<AnyBuffer>(i), &out[i]))
+      return Error::InvalidArgument("an output has another dtype than kernels take");
+  try {
+    run(Call{in, out, {attrs.begin(), attrs.size()}});
+  } catch (const std::invalid_argument& error) {
+    return Error::InvalidArgument(error.what());
+  } catch (const std::exception& error) {
+    return Error::Internal(error.what());
+  }
+  return Error::Success();
+}
+
 // `op` is an entry of either table; `run(call)` runs it.
 template <typename Entry, typename Run>
 xla::ffi::Error call_op(const Entry& op, xla::ffi::RemainingArgs args, xla::ffi::RemainingRets rets,
@@ -44,19 +67,7 @@ xla::ffi::Error call_op(const Entry& op, xla::ffi::RemainingArgs args, xla::ffi:
   if (args.size() != static_cast<size_t>(op.num_inputs)) return mismatch("inputs");
   if (rets.size() != static_cast<size_t>(op.num_outputs)) return mismatch("outputs");
   if (attrs.size() != static_cast<size_t>(op.num_attrs)) return mismatch("attrs");
-  std::vector<Array> in(args.size()), out(rets.size());
-  for (size_t i = 0; i < in.size(); ++i)
-    if (!array_of(*args.get<AnyBuffer>(i), &in[i])) return mismatch("input dtypes");
-  for (size_t i = 0; i < out.size(); ++i)
-    if (!array_of(**rets.get<AnyBuffer>(i), &out[i])) return mismatch("output dtypes");
-  try {
-    run(Call{in, out, {attrs.begin(), attrs.size()}});
-  } catch (const std::invalid_argument& error) {
-    return Error::InvalidArgument(error.what());
-  } catch (const std::exception& error) {
-    return Error::Internal(error.what());
-  }
-  return Error::Success();
+  return call_any(args, rets, attrs, run);
 }
 
 }  // namespace mxep

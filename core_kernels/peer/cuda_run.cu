@@ -94,7 +94,13 @@ void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t dev
   };
   const Array& rows = call.in[0];
   const auto* place = call.in[2].as<const int32_t>();
-  Arrival mine{"", &op, rows.dim(0), rows.dim(1), {rows.data, place}, current_device(op.name), nullptr};
+  Arrival mine{"",
+               &op,
+               rows.dim(0),
+               rows.dim(1),
+               {rows.data, place, call.out[0].data, call.out.size() > 1 ? call.out[1].data : nullptr},
+               current_device(op.name),
+               nullptr};
   // A device that fails still meets the others, which would wait for it.
   const auto attempt = [&](const auto& step) {
     try {

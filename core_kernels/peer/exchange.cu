@@ -1,5 +1,5 @@
-// Rows between the GPUs of one host, by a few CTAs while products run on the others: bulk copies through shared memory, which keep
-// enough bytes under way for NVLink with 16 CTAs.
+// Rows between the GPUs of one host, by a few CTAs while products run on the others: bulk copies through shared memory,
+// which keep enough bytes under way for NVLink with 16 CTAs.
 //
 //   a warp    peer's row --bulk load--> stage of its ring --.-- bulk store --> q, sf           (as it came)
 //                                                           '-- folded in registers --> qf, row_sf
@@ -81,8 +81,8 @@ struct Stages {
   }
 };
 
-__device__ inline const char* row_of_peer(const int64_t* addresses, int rank, int64_t at) {
-  return reinterpret_cast<const char*>(__ldg(addresses + rank)) + at;
+__device__ inline char* row_of_peer(const int64_t* addresses, int rank, int64_t at) {
+  return reinterpret_cast<char*>(__ldg(addresses + rank)) + at;
 }
 
 // ---- the token of each row
@@ -208,8 +208,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 
 
 template <int kWarps>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
-    pushes(const Rows rows, const int64_t* addresses, int64_t slots_at, int64_t numbers_at, int nbytes,
-           const char* from, const float* numbers, int num_stages) {
+    pushes(const Rows rows, const int64_t* addresses, const int64_t* of_numbers, int64_t slots_at, int64_t numbers_at,
+           int nbytes, const char* from, const float* numbers, int num_stages) {
   extern __shared__ __align__(kAlign) char ring[];
   __shared__ uint64_t full[kWarps][kMostStages];
   const int warp = threadIdx.x / 32;
@@ -232,9 +232,9 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 
     const int2 home = row < 0 ? make_int2(-1, 0) : rows.home[row];
     sm90::barrier_wait(&stages.full[stages.stage], stages.parity);
     if (home.x >= 0) {
-      char* there = const_cast<char*>(row_of_peer(addresses, home.x, 0));
-      store(there + slots_at + int64_t{home.y} * nbytes, stages.of(stages.stage), nbytes);
-      if (numbers) *reinterpret_cast<float*>(there + numbers_at + 4 * int64_t{home.y}) = numbers[row];
+      store(row_of_peer(addresses, home.x, slots_at + int64_t{home.y} * nbytes), stages.of(stages.stage), nbytes);
+      if (numbers)
+        *reinterpret_cast<float*>(row_of_peer(of_numbers, home.x, numbers_at + 4 * int64_t{home.y})) = numbers[row];
     }
     commit();
     wait_for_reads();  // the stage of the row before is free
@@ -300,8 +300,8 @@ void push_rows(const Call& call, cudaStream_t stream) {
     const auto run = [&](auto... args) {
       launch_rings<kKernel>("push_rows", call.attrs[2], kWarps, nbytes, stream, rows_of(call, 2), args...);
     };
-    run(call.in[4].as<const int64_t>(), call.attrs[0], call.attrs[1], nbytes, rows.as<const char>(),
-        numbers.dim(0) ? numbers.as<const float>() : nullptr);
+    run(call.in[4].as<const int64_t>(), call.in[5].as<const int64_t>(), call.attrs[0], call.attrs[1], nbytes,
+        rows.as<const char>(), numbers.dim(0) ? numbers.as<const float>() : nullptr);
   };
   nbytes <= 6144 ? launch.template operator()<8>() : launch.template operator()<4>();
 }

@@ -20,14 +20,14 @@ void find_home(const Call& call, cudaStream_t stream);
 // attrs: the offset of packed rows (T, K + K/32), replicas of a token, CTAs. Padding becomes zeros. K % 512 is 0.
 void pull_fold(const Call& call, cudaStream_t stream);
 
-// in: rows (P, D) bf16, numbers (P,) fp32 or (0,), home, group_ends, addresses. out: none.
+// in: rows (P, D) bf16, numbers (P,) fp32 or (0,), home, group_ends, addresses of slots and of numbers. out: none.
 // attrs: the offsets of the slots (T k, D) and of (T k,) fp32, CTAs.
 void push_rows(const Call& call, cudaStream_t stream);
 
 inline constexpr CudaOp kExchangeOps[] = {
     {"find_home", 3, 2, 3, find_home, 900},
     {"pull_fold", 3, 4, 3, pull_fold, 900},
-    {"push_rows", 5, 0, 3, push_rows, 900},
+    {"push_rows", 6, 0, 3, push_rows, 900},
 };
 
 constexpr int64_t kLongestPulled = 8192, kLongestPushed = 16384;  // values, bytes of a row

@@ -16,6 +16,7 @@ constexpr int kMostPeers = 16;
 struct Peer {
   const void* rows;
   const int32_t* place;
+  void *slots, *numbers;  // its first two outputs, which kernels of a program write (program_of_peers.h)
 };
 
 // All devices of the program; the devices of the own group are the ranks.

@@ -163,6 +163,9 @@ def place(nbytes: dict[str, int], users: dict[str, list[int]], steps: Sequence[S
     return places, max((at + nbytes[name] for name, at in places.items()), default=0)
 
 
+ADDRESSES = "addresses", "slot_addresses", "number_addresses"
+
+
 class _Writer:
     def __init__(self) -> None:
         self.arrays, self.given, self.steps, self.marks = {}, [], [], 0
@@ -217,8 +220,8 @@ class _Writer:
         return Program(self.arrays, tuple(self.given), tuple(results), tuple(self.steps), places, nbytes)
 
     def _users(self) -> dict[str, list[int]]:
-        """The steps that read or write each array."""
-        users: dict[str, list[int]] = {name: [] for name in self.arrays}
+        """The steps that read or write each array. Addresses are written before the first step."""
+        users: dict[str, list[int]] = {name: [0] if name in ADDRESSES else [] for name in self.arrays}
         names = list(self.arrays)
         for i, step in enumerate(self.steps):
             for number in {*step.inputs, *step.outputs}:
@@ -242,7 +245,8 @@ def _pulls(to: _Writer, sizes: Sizes, memory: Memory, of: str, chunks: Sequence[
 def _push(to: _Writer, memory: Memory, rows: str, numbers: str, groups: tuple[int, int] = (0, ALL)) -> None:
     to.order(MAIN, SIDE)
     attrs = memory.slots, memory.numbers, RESERVED
-    to.send("push_rows", (rows, numbers, "home", "group_ends", "addresses"), {}, attrs, groups)
+    inputs = rows, numbers, "home", "group_ends", "slot_addresses", "number_addresses"
+    to.send("push_rows", inputs, {}, attrs, groups)
 
 
 def _quantize(to: _Writer, sizes: Sizes) -> None:
@@ -251,6 +255,14 @@ def _quantize(to: _Writer, sizes: Sizes) -> None:
         to.give(name, shape, sizes.dtype)
         parts = [f"{name}_{part}" for part in ("q", "sf", "q_t", "sf_t")]
         to.add("quantize_matrix_fold", (name,), parts, rounding=sizes.rounding)
+
+
+def _addresses(to: _Writer, sizes: Sizes, of_peers: bool) -> None:
+    for name in ADDRESSES:
+        if of_peers:
+            to.arrays[name] = ArrayType((sizes.ranks, 2), "int32")
+        else:
+            to.give(name, (sizes.ranks, 2), "int32")
 
 
 def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
@@ -262,15 +274,22 @@ def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
         to.give(f"{name}_sf{end}", (g, n), "uint8")
 
 
-def write_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str]) -> Program:
-    """quantize: weights are given, not their operands. results: of SAVED and TRANSPOSED."""
+def write_forward(
+    sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str], of_peers: bool = False
+) -> Program:
+    """quantize: weights are given, not their operands. results: of SAVED and TRANSPOSED. of_peers: the ranks are the
+    devices of one process; home and prob are given, and addresses are found by the call (program_of_peers.h)."""
     to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups)
-    to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
-    to.give("addresses", (sizes.ranks, 2), "int32")
     home = {"home": ArrayType((m, 2), "int32"), "prob": ArrayType((m,), "float32")}
-    attrs = sizes.rank, memory.order, memory.weights
-    to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
+    _addresses(to, sizes, of_peers)
+    if of_peers:
+        for name, array in home.items():
+            to.give(name, array.shape, array.dtype)
+    else:
+        to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
+        attrs = sizes.rank, memory.order, memory.weights
+        to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
     arrived = _pulls(to, sizes, memory, "x", chunks)
     _quantize(to, sizes) if quantize else _give_weights(to, sizes, False)
     to.give("no_numbers", (0,), "float32")
@@ -291,12 +310,12 @@ def write_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequenc
     return to.program(results)
 
 
-def write_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
+def write_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: bool = False) -> Program:
     """Results: dw1, dw3, dw2."""
     to, m, f, chunks = _Writer(), sizes.rows, sizes.hidden, list_chunks(sizes.groups)
     to.give("home", (m, 2), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
-    to.give("addresses", (sizes.ranks, 2), "int32")
+    _addresses(to, sizes, of_peers)
     to.give("x_q", (m, sizes.dim), "uint8")
     to.give("x_sf", (m, sizes.dim // 32), "uint8")
     to.give("gate", (m, f), "bfloat16")
@@ -326,3 +345,24 @@ def write_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     to.add("grouped_wgrad_fold_pair", operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
     to.order(SIDE, MAIN)
     return to.program(("dw1", "dw3", "dw2"))
+
+
+def encode(program: Program, inputs: Sequence[str], outputs: Sequence[str], ops: Sequence[str]) -> list[int]:
+    """The numbers that program_of_peers.h reads. inputs, outputs: the names of the arrays of a call that are in the
+    program, "" for others. ops: the names of the table."""
+    dtypes, numbers = ("uint8", "int32", "bfloat16", "float32"), [len(program.arrays)]
+    for name, array in program.arrays.items():
+        if name in program.places:
+            numbers += 2, program.places[name]
+        else:
+            given = name in inputs
+            numbers += 0 if given else 1, (inputs if given else outputs).index(name)
+        numbers += dtypes.index(array.dtype), len(array.shape), *array.shape
+    names = list(program.arrays)
+    numbers += [*map(names.index, ADDRESSES), len(program.steps)]
+    marks = {"record": -1, "wait": -2}
+    for step in program.steps:
+        numbers += marks[step.op] if step.op in marks else ops.index(step.op), step.stream
+        for part in (step.inputs, step.outputs, step.attrs, step.share):
+            numbers += len(part), *part
+    return numbers

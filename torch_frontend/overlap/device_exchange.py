@@ -130,10 +130,10 @@ class DeviceCall(NamedTuple):
         )  # fmt: skip
         return out
 
-    def addresses(self) -> Tensor:
+    def addresses(self) -> dict[str, Tensor]:
         buffer = self.memory.buffer
         assert buffer is not None
-        return buffer.addresses.view(torch.int32).view(-1, 2)
+        return dict.fromkeys(schedule.ADDRESSES, buffer.addresses.view(torch.int32).view(-1, 2))
 
     def _own_address(self) -> Tensor:
         buffer, rank = self.memory.buffer, self.memory.rank
@@ -158,7 +158,7 @@ class _DeviceFFN(torch.autograd.Function):
             call.write_order(probs, places)
             layout = lay_out(memory, call.counts, call.rows.order.shape[0], sizes.rows, call.alignment)
             experts = sizes.groups * sizes.ranks
-            given = {"counts": memory.counts(experts), "group_ends": layout.group_ends, "addresses": call.addresses()}
+            given = {"counts": memory.counts(experts), "group_ends": layout.group_ends, **call.addresses()}
             given |= dict(zip(("w1", "w3", "w2"), weights, strict=True)) | _operands(call.cached, 0)
             given["no_numbers"] = torch.empty(0, dtype=torch.float32, device=memory.device)
             found = program(memory, given)
@@ -182,7 +182,7 @@ class _DeviceFFN(torch.autograd.Function):
             call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
             memory.barrier()
             given = dict(zip(SAVED, saved, strict=True))
-            given |= {"group_ends": layout.group_ends, "addresses": call.addresses()}
+            given |= {"group_ends": layout.group_ends, **call.addresses()}
             given |= dict(zip(TRANSPOSED, operands, strict=True)) if operands else {}
             given |= dict(zip(("w1", "w3", "w2"), values, strict=True)) if values else {}
             del saved, operands, values

@@ -87,7 +87,7 @@ class ProgramOnCPU:
             qf[row], row_sf[row] = fold_rows(q[row], sf[row])
 
     def push_rows(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        rows, numbers, home, ends, _ = inputs
+        rows, numbers, home, ends, *_ = inputs
         slots_at, numbers_at, _ = step.attrs
         values = rows.view(torch.uint8).numpy()
         for row in _rows(step, ends.numpy()):
