@@ -57,7 +57,7 @@ BELOW = {
     "swiglu": {"quantize", "fold"},
     "router": {"swiglu", "grouped_gemm"},
     "combine": {"quantize"},
-    "peer": {"combine"},
+    "peer": {"combine", "fold", "swiglu", "grouped_gemm"},
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""
@@ -257,7 +257,7 @@ ONLY_JAX: dict[str, set[str]] = {
     "ops": {"derivatives", "mesh", "mx_array", "remat", "shapes", "split", "triton"},
     "products": {"gathers", "ragged_dot"},
     "routing": {"overflow"},
-    "exchange": {"local", "peer_exchange", "peer_memory", "rows"},
+    "exchange": {"device_exchange", "local", "peer_exchange", "peer_memory", "rows"},
     "layer": {"moe_params", "shared_gate"},
     "integrations": {"nnx", "nnx_linear"},
 }

@@ -18,9 +18,12 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..fold.gathered.plan_requantize import requantize_col_fold
+from ..fold.matrix.plan import quantize_matrix_fold
 from ..formats import packed_width
-from ..launch import ArrayType
-from ..registry import OPS
+from ..grouped_gemm.folded.plan import grouped_mm_fold, grouped_mm_fold_sum, grouped_wgrad_fold
+from ..grouped_gemm.folded.plan_pair import grouped_mm_fold_pair, grouped_wgrad_fold_pair
+from ..launch import ArrayType, KernelOp
 from ..swiglu.folded import plan, plan_bwd
 from ..tiles import cdiv
 
@@ -163,6 +166,8 @@ def place(nbytes: dict[str, int], users: dict[str, list[int]], steps: Sequence[S
     return places, max((at + nbytes[name] for name, at in places.items()), default=0)
 
 
+EXCHANGE_OPS = "find_home", "pull_fold", "push_rows"
+"""Of exchange_ops.h, in its order."""
 ADDRESSES = "addresses", "slot_addresses", "number_addresses"
 
 
@@ -175,16 +180,16 @@ class _Writer:
         self.given.append(name)
 
     def add(
-        self, op: str, inputs: Sequence[str], outputs: Sequence[str], *, share: tuple[int, int, int] = (0, ALL, 0),
+        self, op: KernelOp, inputs: Sequence[str], outputs: Sequence[str], *, share: tuple[int, int, int] = (0, ALL, 0),
         **options: Any,
     ) -> None:  # fmt: skip
         """An op of the registry on the main stream."""
-        launch = OPS[op].launch(*(self.arrays[name] for name in inputs), arch=ARCH, **options)
+        launch = op.launch(*(self.arrays[name] for name in inputs), arch=ARCH, **options)
         if launch.cuda_unsupported:
-            raise NotImplementedError(f"{op}: {launch.cuda_unsupported}")
+            raise NotImplementedError(f"{op.name}: {launch.cuda_unsupported}")
         scratch = [f"{outputs[0]}.scratch{i}" for i in range(len(launch.scratch))]
         self.arrays.update(zip((*outputs, *scratch), (*launch.out, *launch.scratch), strict=True))
-        self._step(op, MAIN, inputs, (*outputs, *scratch), launch.cuda_attrs, share)
+        self._step(op.name, MAIN, inputs, (*outputs, *scratch), launch.cuda_attrs, share)
 
     def send(
         self, op: str, inputs: Sequence[str], outputs: dict[str, ArrayType], attrs: tuple[int, ...],
@@ -254,7 +259,7 @@ def _quantize(to: _Writer, sizes: Sizes) -> None:
     for name, shape in {"w1": (g, f, d), "w3": (g, f, d), "w2": (g, d, f)}.items():
         to.give(name, shape, sizes.dtype)
         parts = [f"{name}_{part}" for part in ("q", "sf", "q_t", "sf_t")]
-        to.add("quantize_matrix_fold", (name,), parts, rounding=sizes.rounding)
+        to.add(quantize_matrix_fold, (name,), parts, rounding=sizes.rounding)
 
 
 def _addresses(to: _Writer, sizes: Sizes, of_peers: bool) -> None:
@@ -292,19 +297,22 @@ def write_forward(
         to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
     arrived = _pulls(to, sizes, memory, "x", chunks)
     _quantize(to, sizes) if quantize else _give_weights(to, sizes, False)
-    to.give("no_numbers", (0,), "float32")
+    if of_peers:
+        to.arrays["no_numbers"] = ArrayType((0,), "float32")
+    else:
+        to.give("no_numbers", (0,), "float32")
     alpha, limit, offset = sizes.numbers
     for chunk, mark in zip(chunks, arrived, strict=True):
         to.wait(MAIN, mark)
         share = *chunk, RESERVED
         operands = "x_qf", "x_row_sf", "w1_q", "w1_sf", "w3_q", "w3_sf", "group_ends"
-        to.add("grouped_mm_fold_pair", operands, ("gate", "up"), share=share, clear_rest=False)
+        to.add(grouped_mm_fold_pair, operands, ("gate", "up"), share=share, clear_rest=False)
         to.add(
-            "swiglu_row_fold", ("gate", "up", "prob", "group_ends"), ("h_qf", "h_row_sf"), share=share,
+            plan.swiglu_row_fold, ("gate", "up", "prob", "group_ends"), ("h_qf", "h_row_sf"), share=share,
             rounding=sizes.rounding, alpha=alpha, limit=limit, offset=offset,
         )  # fmt: skip
         operands = "h_qf", "h_row_sf", "w2_q", "w2_sf", "group_ends"
-        to.add("grouped_mm_fold", operands, ("y",), share=share, clear_rest=False)
+        to.add(grouped_mm_fold, operands, ("y",), share=share, clear_rest=False)
         _push(to, memory, "y", "no_numbers", chunk)
     to.order(SIDE, MAIN)
     return to.program(results)
@@ -323,26 +331,26 @@ def write_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: bool 
     to.give("prob", (m,), "float32")
     arrived = _pulls(to, sizes, memory, "y", chunks)
     _quantize(to, sizes) if quantize else _give_weights(to, sizes, True)
-    to.add("requantize_col_fold", ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
+    to.add(requantize_col_fold, ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
     for chunk, mark in zip(chunks, arrived, strict=True):
         to.wait(MAIN, mark)
         operands = "y_qf", "y_row_sf", "w2_q_t", "w2_sf_t", "group_ends"
-        to.add("grouped_mm_fold", operands, ("dh",), share=(*chunk, RESERVED), clear_rest=False)
+        to.add(grouped_mm_fold, operands, ("dh",), share=(*chunk, RESERVED), clear_rest=False)
     alpha, limit, offset = sizes.numbers
     parts = [f"{of}_{part}" for of in ("gate", "up") for part in ("qf", "row_sf", "q_t", "span_sf")]
     to.add(
-        "swiglu_bwd_fold", ("dh", "gate", "up", "prob", "group_ends"), (*parts, "h_q_t", "h_span_sf", "dprob"),
+        plan_bwd.swiglu_bwd_fold, ("dh", "gate", "up", "prob", "group_ends"), (*parts, "h_q_t", "h_span_sf", "dprob"),
         rounding=sizes.rounding, alpha=alpha, limit=limit, offset=offset,
     )  # fmt: skip
     operands = "gate_qf", "gate_row_sf", "w1_q_t", "w1_sf_t", "up_qf", "up_row_sf", "w3_q_t", "w3_sf_t", "group_ends"
-    to.add("grouped_mm_fold_sum", operands, ("dx",), clear_rest=False)
+    to.add(grouped_mm_fold_sum, operands, ("dx",), clear_rest=False)
     _push(to, memory, "dx", "dprob")
-    to.add("requantize_col_fold", ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
+    to.add(requantize_col_fold, ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
     beside = 0, ALL, RESERVED
     operands = "y_q_t", "y_span_sf", "h_q_t", "h_span_sf", "group_ends"
-    to.add("grouped_wgrad_fold", operands, ("dw2",), share=beside, out_dtype=sizes.dtype)
+    to.add(grouped_wgrad_fold, operands, ("dw2",), share=beside, out_dtype=sizes.dtype)
     operands = "gate_q_t", "gate_span_sf", "x_q_t", "x_span_sf", "up_q_t", "up_span_sf", "group_ends"
-    to.add("grouped_wgrad_fold_pair", operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
+    to.add(grouped_wgrad_fold_pair, operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
     to.order(SIDE, MAIN)
     return to.program(("dw1", "dw3", "dw2"))
 

@@ -31,6 +31,7 @@ from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.router import RouterConfig, SharedExpert
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.combine import combine
+from ..exchange.device_exchange import exchange_ffn, takes
 from ..exchange.dispatch import dispatch, dispatch_probs
 from ..exchange.route import Route
 from ..ops.call import vary, varying_axes
@@ -232,16 +233,22 @@ def _layer(
     recipe = recipe_of(op, config.recipe)
     ranks = {"axis_name": axis_name, "capacity": config.capacity, "deduplicate": config.deduplicate}
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
-    groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
-    inside = dispatch_probs(probs_TK, route) if config.router.prob_in == "swiglu" else None
-    out = _experts(params["experts"], groups, route, inside, config, parts)
-    y_TD = combine(out, route, probs_TK if config.router.prob_in == "combine" else None, out_dtype=x_TD.dtype)
+    driven = None
+    if config.transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1 and not parts:
+        driven = _driven_by_the_device(params["experts"], tokens, probs_TK, counts, config, recipe, axis_name)
+    if driven is not None:
+        y_TD, overflow = driven
+    else:
+        groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
+        inside = dispatch_probs(probs_TK, route) if config.router.prob_in == "swiglu" else None
+        out = _experts(params["experts"], groups, route, inside, config, parts)
+        y_TD = combine(out, route, probs_TK if config.router.prob_in == "combine" else None, out_dtype=x_TD.dtype)
+        overflow = route.overflow
     if config.router.prob_in == "input":
         y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
     if config.shared is not None:
         y_TD += _shared(params, x_TD, config.shared, config).astype(y_TD.dtype)
     y_TD = _total(y_TD, tensor_axis)
-    overflow = route.overflow
     counts, overflow, shares_E = (_total(s, token_axes) for s in (counts, overflow, shares_E))
     fraction_E = counts.astype(jnp.float32) / max(replicas * experts_TK.size, 1)
     tokens_of_ranks = max(replicas * x_TD.shape[0], 1)
@@ -416,6 +423,18 @@ def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoECo
     if not shared.gate:
         return out
     return apply_gate(x_of_gate, params["shared_gate"], out)
+
+
+def _driven_by_the_device(
+    experts: Params, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array, config: MoEConfig, recipe: Recipe,
+    axis_name: Axes,
+) -> tuple[jax.Array, jax.Array] | None:  # fmt: skip
+    """y (T, D) and the rows that did not fit; None where another exchange has to run."""
+    weights, inside = (experts["w1"], experts["w3"], experts["w2"]), config.router.prob_in == "swiglu"
+    if config.deduplicate or not takes(recipe, tokens.x, tokens.top_k, weights, inside, config.bias):
+        return None
+    options = axis_name, config.capacity, config.on_overflow
+    return exchange_ffn(tokens, probs_TK, counts, weights, recipe, config.activation, *options)
 
 
 def _experts(

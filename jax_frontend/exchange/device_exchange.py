@@ -1,0 +1,224 @@
+"""Expert parallelism whose exchange the device drives, overlapped with the products: of recipe "mxfp8" on Hopper, over
+the memory of the GPUs of one process.
+
+    tokens (T, D) --pack--> packed rows --.
+    home, weights of this rank's rows ----+--> program --.-- slots (T k, D) --sum--> tokens (T, D)
+    weights of the experts ---------------'              '-- what the backward reads
+
+core_kernels/peer/schedule.py draws the programs. One call of XLA per direction launches a program, between two meetings
+of the devices of the process (core_kernels/peer/cuda_run.cu). `definition` is what the programs compute.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir, xla
+
+from ... import cpp_bindings
+from ...core_kernels.launch import ArrayType
+from ...core_kernels.peer import schedule
+from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.swiglu.activation import SwiGLU
+from .. import ops
+from ..ops import device
+from ..ops.call import aval, vary, varying_axes
+from ..ops.mesh import Axes, axis_size
+from ..products.gathers import HERE
+from ..products.weights import format_of
+from ..routing.overflow import OnOverflow, nan_gradients, nan_values
+from ..routing.weighted_combine import sum_slots
+from .all_to_all import TokenReplicas, lost_of
+from .peer_exchange import map_peers
+from .peer_memory import TARGETS, _check_processes, _place, all_ranks
+
+HOPPER = "sm_90"
+KEPT = "x_q", "x_sf", "gate", "up"
+NOWHERE = Memory(0, 0, 0, 0, 0, 0)
+"""Rows, slots and numbers are arrays of their own, from their first byte on."""
+GRADIENTS = "dw1", "dw3", "dw2"
+
+program_p = Primitive("mxep_exchange_program")
+program_p.multiple_results = True
+program_p.def_impl(partial(xla.apply_primitive, program_p))
+
+
+class Static(NamedTuple):
+    """What a program is made of. forward: or the backward."""
+
+    across: Axes
+    sizes: Sizes
+    slots: int
+    forward: bool
+
+    @property
+    def program(self) -> Program:
+        if self.forward:
+            return schedule.write_forward(self.sizes, NOWHERE, True, (*KEPT, *schedule.TRANSPOSED), of_peers=True)
+        return schedule.write_backward(self.sizes, NOWHERE, False, of_peers=True)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Of a call, in their order."""
+        program = self.program
+        return ("packed", "home", "place", *(name for name in program.given if name != "home"))
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return ("slots", "numbers", *self.program.results, "buffer")
+
+
+def takes(recipe: Recipe, x: jax.Array, top_k: int, weights: tuple[Any, Any, Any], inside: bool, bias: bool) -> bool:
+    """Whether the device drives the exchange of a layer over peer memory."""
+    form = format_of(recipe)
+    if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in weights):
+        return False
+    groups, hidden, dim = weights[0].shape
+    return (
+        runs_here()
+        and form.name == "fold"
+        and form.wgrad_mx
+        and inside
+        and not bias
+        and x.dtype == jnp.bfloat16
+        and x.size > 0
+        and schedule.takes(groups, dim, hidden)
+    )
+
+
+def runs_here() -> bool:
+    return device.arch() == HOPPER and "exchange_program" in cpp_bindings.peer_ffi_targets()
+
+
+def exchange_ffn(
+    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...], recipe: Recipe,
+    activation: SwiGLU, axis_name: Axes, capacity: int | None, on_overflow: OnOverflow,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit."""
+    op, x, top_k = "moe.apply", tokens.x, tokens.top_k
+    num_rows = x.shape[0] * top_k
+    row_map, maps = map_peers(tokens, counts, axis_name, num_rows, capacity, recipe.alignment)
+    lost = lost_of(tokens, counts, row_map.inverse, capacity, on_overflow)
+    x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)
+    groups, hidden, dim = weights[0].shape
+    sizes = Sizes(
+        0, axis_size(op, axis_name), groups, maps.order.shape[0], dim, hidden, top_k, "bfloat16", int(recipe.rounding),
+        tuple(activation.attributes),
+    )  # fmt: skip
+    axes = varying_axes(x, probs, *weights, maps.order)
+    given = [vary(a, axes) for a in (x, probs, *weights, maps.order, maps.slots, row_map.group_ends)]
+    y: Any = _ffn(*given, Static(axis_name, sizes, num_rows, True))
+    return nan_values(op, y, lost), maps.overflow
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8,))
+def _ffn(x, probs, w1, w3, w2, order, slots, group_ends, static: Static):
+    return _ffn_fwd(x, probs, w1, w3, w2, order, slots, group_ends, static)[0]
+
+
+def _ffn_fwd(x, probs, w1, w3, w2, order, slots, group_ends, static: Static):
+    prob = jnp.where(order >= 0, all_ranks(probs.reshape(-1), static.across)[order], 0)
+    rows, _, *kept = _run(static, x, order, slots, (group_ends, prob, w1, w3, w2))
+    return _sum(rows, slots, static), (order, slots, group_ends, prob, kept)
+
+
+def _ffn_bwd(static: Static, residuals, dy):
+    order, slots, group_ends, prob, kept = residuals
+    x_q, x_sf, gate, up, *transposed = kept
+    static = static._replace(forward=False)
+    given = group_ends, x_q, x_sf, gate, up, prob, *transposed
+    rows, numbers, dw1, dw3, dw2 = _run(static, dy.astype(jnp.bfloat16), order, slots, given)
+    dprobs = jnp.where(slots >= 0, numbers, 0).reshape(-1, static.sizes.top_k)
+    return _sum(rows, slots, static), dprobs, dw1, dw3, dw2, None, None, None
+
+
+_ffn.defvjp(_ffn_fwd, _ffn_bwd)
+
+
+def _sum(rows: jax.Array, slots: jax.Array, static: Static) -> jax.Array:
+    """(T, D): the fp32 sum of the slots of each token, without those of lost rows, rounded once."""
+    own = jnp.where(slots >= 0, jnp.arange(slots.shape[0], dtype=jnp.int32), -1)
+    return sum_slots(rows, own.reshape(-1, static.sizes.top_k))
+
+
+def _run(static: Static, x: jax.Array, order: jax.Array, slots: jax.Array, given: tuple[jax.Array, ...]):
+    """slots (T k, D) bf16, numbers (T k,) fp32, results. order, slots: of `SlotMaps`, across ranks."""
+    (packed,) = (ops.quantize_row_packed(x, rounding=static.sizes.rounding),)
+    place, devices = _place(static.across)
+    axes = varying_axes(packed, order, place, *given)
+    arrays = [vary(a, axes) for a in (packed, order, slots, place, *given)]
+
+    def of_peers(packed, order, slots, place, *given):
+        home = jnp.stack([jnp.where(order >= 0, order // static.slots, -1), order % static.slots], 1)
+        arguments = {"static": static, "devices": devices}
+        out = program_p.bind(packed, home.astype(jnp.int32), place, *given, **arguments)
+        return tuple(vary(a, axes) for a in out[:-1])
+
+    def define(packed, order, slots, place, *given):
+        found = _forward if static.forward else _backward
+        return tuple(vary(a, axes) for a in found(static, packed, order, slots, *given))
+
+    return lax.platform_dependent(*arrays, cuda=of_peers, default=define)
+
+
+def _rows(static: Static, packed: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
+    of_tokens = jnp.where(order >= 0, order // static.sizes.top_k, -1)
+    return HERE.permute_mx(all_ranks(packed, static.across), of_tokens)
+
+
+def _send(static: Static, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    return HERE.permute_rows(all_ranks(rows, static.across), slots)
+
+
+def _forward(static: Static, packed, order, slots, group_ends, prob, w1, w3, w2):
+    (alpha, limit, offset), rounding = static.sizes.numbers, static.sizes.rounding
+    q, sf = _rows(static, packed, order)
+    rows = ops.fold_rows(q, sf, group_ends)
+    parts = [ops.quantize_matrix_fold(w, rounding=rounding) for w in (w1, w3, w2)]
+    (w1, w3, w2), transposed = ([w[:2] for w in parts], [part for w in parts for part in w[2:]])
+    gate, up = ops.grouped_mm_fold_pair(*rows, *w1, *w3, group_ends, clear_rest=False)
+    numbers = {"alpha": alpha, "limit": limit, "offset": offset}
+    h = ops.swiglu_row_fold(gate, up, prob, group_ends, rounding=rounding, **numbers)
+    (y,) = (ops.grouped_mm_fold(*h, *w2, group_ends, clear_rest=False),)
+    return _send(static, y, slots), jnp.zeros(static.slots, jnp.float32), q, sf, gate, up, *transposed
+
+
+def _backward(static: Static, packed, order, slots, group_ends, x_q, x_sf, gate, up, prob, *transposed):
+    (alpha, limit, offset), rounding = static.sizes.numbers, static.sizes.rounding
+    w1, w3, w2 = transposed[:2], transposed[2:4], transposed[4:]
+    q, sf = _rows(static, packed, order)
+    dh = ops.grouped_mm_fold(*ops.fold_rows(q, sf, group_ends), *w2, group_ends, clear_rest=False)
+    numbers = {"alpha": alpha, "limit": limit, "offset": offset}
+    found = ops.swiglu_bwd_fold(dh, gate, up, prob, group_ends, rounding=rounding, **numbers)
+    gate, gate_t, up, up_t, h_t, dprob = found[:2], found[2:4], found[4:6], found[6:8], found[8:10], found[10]
+    dx = ops.grouped_mm_fold_sum(*gate, *w1, *up, *w3, group_ends, clear_rest=False)
+    x_t = ops.requantize_col_fold(x_q, x_sf, group_ends, rounding=rounding)
+    y_t = ops.requantize_col_fold(q, sf, group_ends, rounding=rounding)
+    dw2 = ops.grouped_wgrad_fold(*y_t, *h_t, group_ends)
+    dw1, dw3 = ops.grouped_wgrad_fold_pair(*gate_t, *x_t, *up_t, group_ends)
+    sent = _send(static, dprob[:, None], slots)[:, 0]
+    return _send(static, dx, slots), sent, dw1, dw3, dw2
+
+
+@program_p.def_abstract_eval
+def _abstract_eval(*inputs, static: Static, devices: int):
+    program, dim = static.program, static.sizes.dim
+    slots = ArrayType((static.slots, dim), "bfloat16"), ArrayType((static.slots,), "float32")
+    buffer = ArrayType((program.nbytes,), "uint8")
+    return list(map(aval, (*slots, *(program.arrays[name] for name in program.results), buffer)))
+
+
+def _lower_cuda(ctx, *operands, static: Static, devices: int):
+    _check_processes("exchange_program")
+    table = (*cpp_bindings.CUDA_OPS, *schedule.EXCHANGE_OPS)
+    numbers = schedule.encode(static.program, static.inputs, static.outputs, table)
+    lower = jax.ffi.ffi_lowering(TARGETS["exchange_program"])
+    return lower(ctx, *operands, attrs=np.array(numbers, np.int64), devices=np.int64(devices))
+
+
+mlir.register_lowering(program_p, _lower_cuda, platform="cuda")

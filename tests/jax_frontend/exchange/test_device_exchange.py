@@ -1,0 +1,114 @@
+"""A layer whose exchange the device drives has the bytes of the layer over the kernels of peers, here by definition.
+Its program for a GPU has one call per direction."""
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from mxep import cpp_bindings
+from mxep.core_kernels.peer import schedule
+from mxep.core_kernels.policy.recipe import Recipe
+from mxep.core_kernels.registry import OPS
+from mxep.jax_frontend import MoEConfig, RouterConfig, lower_for, moe
+from mxep.jax_frontend.exchange import device_exchange
+
+from ...compare import same_bytes
+from .test_peer_memory import mesh_of
+
+DIM, HIDDEN, TOP_K, TOKENS = 512, 64, 3, 16
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Every size and device; the list counts the layers that the device drives while its first value is True."""
+    switch, real = [True], device_exchange.exchange_ffn
+    monkeypatch.setattr(schedule, "takes", lambda *sizes: True)
+    monkeypatch.setattr(device_exchange, "runs_here", lambda: switch[0])
+
+    def counted(*arguments: Any) -> Any:
+        switch.append(True)
+        return real(*arguments)
+
+    monkeypatch.setattr(moe, "exchange_ffn", counted)
+    return switch
+
+
+def config_of(ranks: int, **options: Any) -> MoEConfig:
+    recipe = Recipe.parse("mxfp8", compute="fold")
+    router = RouterConfig(TOP_K, prob_in="swiglu")
+    return MoEConfig(DIM, HIDDEN, 2 * ranks, router, recipe=recipe, transport="peer_memory", **options)
+
+
+def params_of(config: MoEConfig) -> Any:
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16) if p.ndim == 3 else p, moe.init(jax.random.key(0), config))
+
+
+def loss(params: Any, x: jax.Array, layer: Any) -> Any:
+    y, stats = layer(params, x)
+    return jnp.nan_to_num(y.astype(jnp.float32) ** 2).sum() + stats.aux_loss, (y, stats)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "capacity", "on_overflow", "again"),
+    [(2, None, "nan", False), (4, None, "nan", True), (2, 9, "nan", False), (2, 9, "drop", False)],
+)
+def test_the_layer(everywhere: list[bool], ranks: int, capacity: int | None, on_overflow: Any, again: bool) -> None:
+    """y, statistics and all gradients; 9 rows of a pair of ranks lose some."""
+    config = config_of(ranks, capacity=capacity, on_overflow=on_overflow)
+    mesh, params, results = mesh_of((ranks,), ("expert",)), params_of(config), []
+    x = jax.random.normal(jax.random.key(1), (ranks * TOKENS, DIM), jnp.bfloat16)
+    for driven in (False, True):
+        everywhere[0] = driven
+        layer: Any = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+        layer = jax.checkpoint(layer) if again else layer
+        step = jax.value_and_grad(partial(loss, layer=layer), argnums=(0, 1), has_aux=True)
+        results.append(jax.jit(step)(params, x))
+    assert len(everywhere) == 2, everywhere  # traced once, in the second turn
+    if capacity:
+        assert int(results[1][0][1][1].overflow) > 0
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        same_bytes(got, want)
+
+
+def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool]) -> None:
+    config, mesh, results = config_of(2), mesh_of((2, 2), ("data", "expert")), []
+    params, x = params_of(config), jax.random.normal(jax.random.key(1), (4 * TOKENS, DIM), jnp.bfloat16)
+    for driven in (False, True):
+        everywhere[0] = driven
+        layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
+        results.append(jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))(params, x))
+    assert len(everywhere) == 2
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        same_bytes(got, want)
+
+
+@pytest.mark.skipif("exchange_program" not in cpp_bindings.peer_ffi_targets(), reason="no CUDA kernels in this build")
+def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call per direction, and no kernel of peers for rows; nothing is patched but the number of chains."""
+    monkeypatch.setattr(schedule, "takes", lambda *sizes: True)
+    config, mesh = config_of(2), mesh_of((2,), ("expert",))
+    params, x = params_of(config), jnp.ones((2 * TOKENS, DIM), jnp.bfloat16)
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+    with lower_for("sm_90"):
+        step = jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))
+        text = step.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    calls = Counter(part.split('"')[0].split("(")[0] for part in text.split("@mxep.peers.")[1:])
+    assert calls == {"exchange_program": 2}, calls
+
+
+def test_numbers_of_a_program() -> None:
+    """`encode` has every array, and a step's arrays by their number."""
+    sizes = schedule.Sizes(0, 2, 4, 256, DIM, 2048, TOP_K, "bfloat16", 0, (1.0, 0.0, 0.0))
+    static = device_exchange.Static("expert", sizes, 96, True)
+    program, table = static.program, (*OPS, *schedule.EXCHANGE_OPS)
+    numbers = schedule.encode(program, static.inputs, static.outputs, table)
+    assert numbers[0] == len(program.arrays)
+    assert all(isinstance(number, int) for number in numbers)
+    assert set(program.given) <= set(static.inputs)
+    ends = np.array([program.places[n] + schedule.nbytes_of(program.arrays[n]) for n in program.places])
+    assert ends.max() == program.nbytes
