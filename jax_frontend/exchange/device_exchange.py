@@ -141,7 +141,7 @@ _ffn.defvjp(_ffn_fwd, _ffn_bwd)
 
 
 def _sum(rows: jax.Array, slots: jax.Array, static: Static) -> jax.Array:
-    """(T, D): the fp32 sum of the slots of each token, without those of lost rows, rounded once."""
+    """(T, D): the fp32 sum of the slots of each token, without the slots of lost rows, rounded once."""
     own = jnp.where(slots >= 0, jnp.arange(slots.shape[0], dtype=jnp.int32), -1)
     return sum_slots(rows, own.reshape(-1, static.sizes.top_k))
 

@@ -33,9 +33,12 @@ def clear(values: int, scales: int, weighted: bool, **more: Any) -> Case:
     return Case("clear", types, plan.clear(values, scales, GROUPS, weighted), **more)
 
 
-def pull(out: str, width: int, replicas: bool, mx: bool, wide: bool, **more: Any) -> Case:
+def pull(
+    out: str, width: int, replicas: bool, mx: bool, wide: bool, *, slots: bool = False, **more: Any
+) -> Case:
+    flags = {"SLOTS": slots}
     types = I32, I64, I64, "i32", "i64", "i64", out
-    return Case("pull", types, plan.pull(width, TOP_K if replicas else 1, replicas, mx, wide, True), **more)
+    return Case("pull", types, plan.pull(width, TOP_K if replicas else 1, replicas, mx, wide, True) | flags, **more)
 
 
 LAY_OUT = I32, "i32", "i32", "i32", I64, I32, I32, I32, I32
@@ -61,9 +64,15 @@ CASES = {
     "pull mx": pull(BF16, K, True, True, False, instructions=("st.global.v4.b32",)),
     "pull rows": pull(BF16, 2048, False, False, False, **COPIES),
     "pull rows mx": pull(F32, 160, False, True, True),
+    "pull slots": pull(BF16, K, True, False, False, slots=True, **COPIES),
     "pull 32": pull(BF16, 32, True, True, False),
     "wait": Case("wait", ("i64", "i32", "i32"), {}, ("ld.global.sys.acquire.b32", "%globaltimer", "trap;")),
-    "pull_weights": Case("pull_weights", (I32, I64, I64, "i32", "i64", F32), {"BLOCK_M": 256}),
+    **{
+        f"pull_weights{' slots' if slots else ''}": Case(
+            "pull_weights", (I32, I64, I64, "i32", "i64", F32), {"BLOCK_M": 256, "SLOTS": slots}
+        )
+        for slots in (False, True)
+    },
 }
 
 

@@ -129,10 +129,30 @@ def test_pull_sums_as_combine_does(kind, out):
     np.testing.assert_array_equal(y.float().numpy(), want.astype(np.float32))
     assert (np.signbit(y.float().numpy()) == np.signbit(want.astype(np.float32)))[~np.isnan(want)].all()
     column = torch.full((tokens, TOP_K), 7.0)
-    launch("pull_weights", 2, *maps, tokens * TOP_K, 64, column, BLOCK_M=8)
+    launch("pull_weights", 2, *maps, tokens * TOP_K, 64, column, BLOCK_M=8, SLOTS=False)
     flat = [m[64 : 64 + 4 * capacity].numpy().view(np.float32) for m in of_rank]
     found = [flat[p >> 32][p & 0xFFFFFFFF] if p >= 0 else np.nan for p in places[slots].reshape(-1)]
     np.testing.assert_array_equal(column.numpy().reshape(-1), np.array(found, np.float32))
+
+
+def test_pull_of_slots_reads_the_own_memory_and_where_rows_were_not_sent_nan():
+    """Slots are in the order of tokens; a token with a row of no place is NaN."""
+    rng = np.random.default_rng(2)
+    tokens, width = 7, 96
+    order, places = routed(rng, tokens, 9)
+    rows = rng.standard_normal((tokens * TOP_K, width)).astype(ml_dtypes.bfloat16)
+    numbers = rng.standard_normal(tokens * TOP_K).astype(np.float32)
+    memory = np.concatenate([rows.view(np.uint8).reshape(-1), numbers.view(np.uint8)])
+    maps = torch.from_numpy(order.reshape(-1)), torch.from_numpy(places), addresses([torch.from_numpy(memory)])
+    sent = places[order] >= 0
+    y = torch.full((tokens, width), 7, dtype=torch.bfloat16)
+    launch("pull", 3, *maps, tokens, 0, 0, y, **plan.pull(width, TOP_K, True, False, False, False) | {"SLOTS": True})
+    own = np.where(sent, np.arange(tokens * TOP_K).reshape(tokens, TOP_K), -1)
+    want = oracle.pull([rows], np.arange(tokens * TOP_K).reshape(tokens, TOP_K), own.reshape(-1), "bfloat16")
+    np.testing.assert_array_equal(y.float().numpy(), want.astype(np.float32))
+    column = torch.full((tokens, TOP_K), 7.0)
+    launch("pull_weights", 2, *maps, tokens * TOP_K, rows.nbytes, column, BLOCK_M=8, SLOTS=True)
+    np.testing.assert_array_equal(column.numpy(), np.where(sent, numbers.reshape(tokens, TOP_K), np.float32(np.nan)))
 
 
 def test_a_row_is_copied_where_a_sum_would_change_it():
