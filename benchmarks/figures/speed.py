@@ -11,7 +11,8 @@ HEAD = ("forward and backward", "bf16", "mxep", "bf16 / mxep", "dB", "n", "card;
 RECIPE = "mxfp8"
 PRODUCT = {**H200.products.large[0]._asdict(), "recipe": RECIPE}
 """131072 rows, 8 experts of 7168 x 2048: one rank's share of a layer as large as DeepSeek-V3's."""
-RANKS = 4
+RANKS = 2
+"""The most GPUs whose lines are of the newest kernels."""
 HOWS = {
     "collectives": "`Collectives`",
     "copy engines": "`CopyEngines`",
