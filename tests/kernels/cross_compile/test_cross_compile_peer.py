@@ -33,9 +33,7 @@ def clear(values: int, scales: int, weighted: bool, **more: Any) -> Case:
     return Case("clear", types, plan.clear(values, scales, GROUPS, weighted), **more)
 
 
-def pull(
-    out: str, width: int, replicas: bool, mx: bool, wide: bool, *, slots: bool = False, **more: Any
-) -> Case:
+def pull(out: str, width: int, replicas: bool, mx: bool, wide: bool, *, slots: bool = False, **more: Any) -> Case:
     flags = {"SLOTS": slots}
     types = I32, I64, I64, "i32", "i64", "i64", out
     return Case("pull", types, plan.pull(width, TOP_K if replicas else 1, replicas, mx, wide, True) | flags, **more)
