@@ -226,6 +226,7 @@ def with_peak(run: Callable[[], T]) -> tuple[T, int | None]:
     if not torch.cuda.is_available():
         return run(), None
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # else memory that another stream has used counts as held until the next allocation
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     result = run()
