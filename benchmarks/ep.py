@@ -87,7 +87,7 @@ def lines(
         allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
         fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
     for kind, shape, recipe in runs:
-        opened = {name: _opened(name, shape, routing) for name in over}  # new ones: buffers grow with the largest run
+        opened = {name: _opened(name, routing) for name in over}  # new ones: buffers grow with the largest run
         work = kind.work(shape, routing, recipe, opened, device)
         found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
         if dist.get_rank() == 0:
@@ -117,11 +117,10 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _opened(transport: str, shape: Shape, routing: str) -> Transport:
+def _opened(transport: str, routing: str) -> Transport:
     group = dist.group.WORLD
     if transport == "peer memory":
-        rows = shape.rows if isinstance(shape, EPShape) else shape.tokens * shape.top_k
-        return PeerMemory(group, int(SLACK * rows) if routing == "balanced" else None, timeout=TIMEOUT)
+        return PeerMemory(group, capacity_factor=SLACK if routing == "balanced" else None, timeout=TIMEOUT)
     return CopyEngines(group) if transport == "copy engines" else Collectives(group)
 
 

@@ -1,14 +1,13 @@
 """`python -m benchmarks ep_jax`: the layer of `python -m benchmarks ep` in JAX, one process with all GPUs.
 
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
-    the same with a capacity        of 1.25 times the rows of a pair of ranks; for balanced rows, none of which it drops
+    the same with a capacity        of 1.25 times the mean rows; for balanced rows, none of which it drops
     both with transport="peer_memory"
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -36,7 +35,7 @@ HOWS: dict[str, tuple[float | None, Transport]] = {
     "jit, peer memory": (None, "peer_memory"),
     "jit, peer memory, capacity": (1.25, "peer_memory"),
 }
-"""Rows of a pair of ranks, times their mean, and the transport."""
+"""capacity_factor and transport."""
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}
 SIZES = {f"{shape.dim}/{shape.hidden_dim}": shape for shape in (*H200, *TINY)}
 NAMES = (*RECIPES, *SIZES)
@@ -86,9 +85,8 @@ class _Inputs:
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
         factor, transport = HOWS[how]
-        capacity = None if factor is None else math.ceil(factor * self.shape.tokens * self.shape.top_k / self.ranks)
         _, d, f, e, k = self.shape
-        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, capacity=capacity, transport=transport)
+        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, capacity_factor=factor, transport=transport)
 
     def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""

@@ -32,7 +32,7 @@ from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray, MXGradArray
 from ..ops.shapes import Int
 from ..products.gathers import gather, ungather
-from ..routing.overflow import OnOverflow, lost_rows, nan_gradients
+from ..routing.overflow import OnOverflow, capacity_of, lost_rows, nan_gradients
 from ..routing.weighted_combine import combine_slots, sum_slots
 from .route import Route, named_groups
 
@@ -150,7 +150,7 @@ def plan_exchange(
     if capacity is not None:
         check_size(op, "capacity", capacity, 1)
     check_expert_counts(op, counts, axis_name, num_rows)
-    return lay_out(counts, axis_name, num_rows, capacity)
+    return lay_out(counts, axis_name, num_rows, num_rows if capacity is None else _least(num_rows, capacity))
 
 
 def check_expert_counts(op: str, counts: Any, axis_name: Axes | None, num_rows: int) -> None:
@@ -165,9 +165,9 @@ def check_expert_counts(op: str, counts: Any, axis_name: Axes | None, num_rows: 
     check_counts(op, counts, 1, num_rows, "counts")
 
 
-def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: int | None) -> Exchange:
+def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: int) -> Exchange:
     """`plan_exchange` for checked arguments."""
-    ep_degree, capacity = axis_size("plan_exchange", axis_name), capacity_of(capacity, num_rows)
+    ep_degree = axis_size("plan_exchange", axis_name)
     counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
     rank_starts = rank_ends - counts.sum(1)
@@ -194,16 +194,16 @@ def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: 
     )
 
 
-def capacity_of(capacity: int | None, num_rows: int) -> int:
-    """Rows per pair of ranks. If num_rows is a symbol of jax.export, the capacity: an op takes a number."""
-    return num_rows if capacity is None or (isinstance(num_rows, int) and num_rows < capacity) else capacity
+def _least(num_rows: int, capacity: int) -> int:
+    """The capacity if num_rows is a symbol of jax.export: an op takes a number."""
+    return min(num_rows, capacity) if isinstance(num_rows, int) else capacity
 
 
 def lost_of(
-    rows: Any, counts: jax.Array, positions: jax.Array, capacity: int | None, on_overflow: OnOverflow
+    rows: Any, counts: jax.Array, positions: jax.Array, whole: bool, on_overflow: OnOverflow
 ) -> jax.Array | None:
-    """`Route.lost`, from the position of each sorted row in the buffers, -1 for none."""
-    if on_overflow == "drop" or capacity_of(capacity, positions.shape[0]) == positions.shape[0]:
+    """`Route.lost`, from the position of each sorted row in the buffers, -1 for none. whole: every routing fits."""
+    if on_overflow == "drop" or whole:
         return None
     lost = lost_rows(positions, counts)
     return lost[rows.inverse].reshape(-1, rows.top_k) if isinstance(rows, TokenReplicas) else lost
@@ -322,16 +322,18 @@ class Sent:
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
     """Collectives of XLA, on any number of processes, with a row per replica in both directions. replicas.py has the
-    policies that send a token once to each rank. capacity: rows per pair of ranks; None: all local rows."""
+    policies that send a token once to each rank. capacity_factor: as of `dispatch`."""
 
     axis_name: Axes | None
-    capacity: int | None
+    capacity_factor: float | None
     on_overflow: OnOverflow
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, num_rows = parts_of(rows)
-        plan = lay_out(counts, self.axis_name, num_rows, self.capacity)
-        lost = lost_of(rows, counts, plan.slots, self.capacity, self.on_overflow)
+        ranks = axis_size("dispatch", self.axis_name)
+        capacity = capacity_of("dispatch", self.capacity_factor, num_rows, ranks, num_rows)
+        plan = lay_out(counts, self.axis_name, num_rows, capacity)
+        lost = lost_of(rows, counts, plan.slots, capacity == num_rows, self.on_overflow)
         x, tokens = nan_gradients("dispatch", x, lost), None
         if isinstance(rows, TokenReplicas):
             tokens = rows.order, rows.inverse

@@ -34,7 +34,7 @@ from ..products.weights import format_of
 from ..routing.overflow import OnOverflow, nan_gradients, nan_values
 from ..routing.weighted_combine import sum_slots
 from .all_to_all import TokenReplicas, lost_of
-from .peer_exchange import map_peers
+from .peer_exchange import map_peers, share_capacity
 from .peer_memory import TARGETS, _check_processes, _place, all_ranks
 
 HOPPER = "sm_90"
@@ -97,13 +97,14 @@ def runs_here() -> bool:
 
 def exchange_ffn(
     tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...], recipe: Recipe,
-    activation: SwiGLU, axis_name: Axes, capacity: int | None, on_overflow: OnOverflow,
+    activation: SwiGLU, axis_name: Axes, capacity_factor: float | None, on_overflow: OnOverflow,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit."""
     op, x, top_k = "moe.apply", tokens.x, tokens.top_k
     num_rows = x.shape[0] * top_k
+    capacity, whole = share_capacity(axis_name, num_rows, capacity_factor)
     row_map, maps = map_peers(tokens, counts, axis_name, num_rows, capacity, recipe.alignment)
-    lost = lost_of(tokens, counts, row_map.inverse, capacity, on_overflow)
+    lost = lost_of(tokens, counts, row_map.inverse, whole, on_overflow)
     x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)
     groups, hidden, dim = weights[0].shape
     sizes = Sizes(

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
 from ...core_kernels.policy.recipe import Recipe
-from ..ops.checks import check_floats, check_shape, check_size, check_type, check_vector
+from ..ops.checks import check_floats, check_shape, check_type, check_vector
 from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray
 from ..ops.shapes import Float, Float32, Int
 from ..products.weights import recipe_of
-from ..routing.overflow import OnOverflow, check_on_overflow, nan_gradients
+from ..routing.overflow import OnOverflow, check_capacity_factor, check_on_overflow, nan_gradients
 from .all_to_all import AllToAll, TokenReplicas, check_expert_counts, check_replicas, parts_of
 from .local import Local
 from .peer_exchange import PeerMemory
@@ -29,28 +29,27 @@ _ALL_TO_ALL: dict[str | None, type[AllToAll]] = {None: AllToAll, "dispatch": Onc
 
 
 def choose_exchange(
-    op: str, of_tokens: bool, axis_name: Axes | None, capacity: int | None, deduplicate: Deduplicate,
+    op: str, of_tokens: bool, axis_name: Axes | None, capacity_factor: float | None, deduplicate: Deduplicate,
     transport: Transport, on_overflow: OnOverflow,
 ) -> TokenExchange:  # fmt: skip
     """The exchange of the options of `dispatch`. of_tokens: of TokenReplicas. Raises ValueError and TypeError."""
     check_deduplicate(op, deduplicate)
     check_on_overflow(op, on_overflow)
     check_transport(op, transport)
-    if capacity is not None:
-        check_size(op, "capacity", capacity, 1)
+    check_capacity_factor(op, capacity_factor)
     if deduplicate is not None and not of_tokens:
         allowed = "allowed: None for rows; TokenReplicas, whose rows are copies, take the others"
         fail(ValueError, op, "deduplicate", repr(deduplicate), allowed)
     several = axis_size(op, axis_name) > 1
-    if axis_name is None and capacity is None:
+    if axis_name is None and capacity_factor is None:
         return Local()
     if axis_name is None or not several:
-        return AllToAll(axis_name, capacity, on_overflow)
+        return AllToAll(axis_name, capacity_factor, on_overflow)
     if transport == "all_to_all":
-        return _ALL_TO_ALL[deduplicate](axis_name, capacity, on_overflow)
+        return _ALL_TO_ALL[deduplicate](axis_name, capacity_factor, on_overflow)
     if deduplicate is not None:
         fail(ValueError, op, "deduplicate", repr(deduplicate), "allowed: None with transport='peer_memory'")
-    return PeerMemory(axis_name, capacity, on_overflow)
+    return PeerMemory(axis_name, capacity_factor, on_overflow)
 
 
 @jax.named_scope("mxep.dispatch")
@@ -60,7 +59,7 @@ def dispatch(
     *,
     recipe: Recipe | str = "mxfp8",
     axis_name: Axes | None = None,
-    capacity: int | None = None,
+    capacity_factor: float | None = None,
     deduplicate: Deduplicate = None,
     transport: Transport = "all_to_all",
     on_overflow: OnOverflow = "nan",
@@ -73,16 +72,16 @@ def dispatch(
             experts [r E / ranks, (r + 1) E / ranks).
         recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
         axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
-        capacity: rows that each pair of ranks exchanges at most; None is all local rows, which never drops one.
+        capacity_factor: the most rows of a rank, relative to M, the mean if all ranks have M rows. Over an all-to-all
+            each pair of ranks has an equal part of them. None drops no row.
         deduplicate: of TokenReplicas, how often a token is sent to a rank with several of its experts. None: a row per
             expert, in both directions. "dispatch": one row, which that rank copies for each expert. It sends one result
             per expert back, and results and gradients are the same bytes. "both": as "dispatch", but that rank sums the
             results of a token in fp32 and sends one row back, in the dtype of the groups. With "dispatch" and "both" a
-            pair of ranks has a buffer for min(T, capacity) tokens.
+            pair of ranks has a buffer for at most T tokens.
         transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
             memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
-            all-gather of the rows. The same bytes, with deduplicate=None. Each rank then has one buffer of `capacity`
-            rows per rank, which all ranks share.
+            all-gather of the rows. The same bytes, with deduplicate=None. All ranks share the rows of a rank.
         on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in
             the result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the
             sum of a token and in the gradients.
@@ -113,7 +112,7 @@ def dispatch(
     check_vector(op, "counts", counts)
     if of_tokens:
         check_replicas(op, rows)
-    exchange = choose_exchange(op, of_tokens, axis_name, capacity, deduplicate, transport, on_overflow)
+    exchange = choose_exchange(op, of_tokens, axis_name, capacity_factor, deduplicate, transport, on_overflow)
     check_expert_counts(op, counts, axis_name, parts_of(rows)[2])
     groups, route = exchange.dispatch(rows, counts, recipe)
     return groups, route.row_map.padded_counts, route

@@ -21,8 +21,8 @@ from ...core_kernels.routing.plan import padded_rows
 from ..ops import RowMap
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE, gather, ungather
-from ..routing.overflow import OnOverflow, nan_gradients
-from .all_to_all import TokenReplicas, capacity_of, lost_of, parts_of
+from ..routing.overflow import OnOverflow, capacity_of, nan_gradients
+from .all_to_all import TokenReplicas, lost_of, parts_of
 from .local import SlotMaps, read_groups, sum_groups
 from .peer_memory import Peers, all_ranks
 from .route import Route
@@ -30,18 +30,19 @@ from .route import Route
 
 @dataclasses.dataclass(frozen=True)
 class PeerMemory:
-    """Kernels read rows in the memory of the other GPUs of this process. Each rank has one buffer of `capacity` rows
-    per rank, which all ranks share. The maps are `SlotMaps` with numbers across ranks. `Route.row_map` has such numbers
-    too, between the sorted rows of the ranks and their padded groups."""
+    """Kernels read rows in the memory of the other GPUs of this process. All ranks share the buffer of a rank, of
+    `capacity_factor` times its mean rows. The maps are `SlotMaps` with numbers across ranks. `Route.row_map` has such
+    numbers too, between the sorted rows of the ranks and their padded groups."""
 
     axis_name: Axes
-    capacity: int | None
+    capacity_factor: float | None
     on_overflow: OnOverflow
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, num_rows = parts_of(rows)
-        row_map, maps = map_peers(rows, counts, self.axis_name, num_rows, self.capacity, recipe.alignment)
-        lost = lost_of(rows, counts, row_map.inverse, self.capacity, self.on_overflow)
+        capacity, whole = share_capacity(self.axis_name, num_rows, self.capacity_factor)
+        row_map, maps = map_peers(rows, counts, self.axis_name, num_rows, capacity, recipe.alignment)
+        lost = lost_of(rows, counts, row_map.inverse, whole, self.on_overflow)
         route = Route(row_map, maps, self, recipe, top_k, lost)
         return read_groups(nan_gradients("dispatch", x, lost), route, Peers(self.axis_name)), route
 
@@ -58,19 +59,27 @@ class PeerMemory:
         return sum_groups(rows, route, here, here, probs, out_dtype, HERE)
 
 
+def share_capacity(axis_name: Axes, num_rows: int, capacity_factor: float | None) -> tuple[int, bool]:
+    """The rows of a rank, and whether every routing fits."""
+    most = axis_size("dispatch", axis_name) * num_rows
+    capacity = capacity_of("dispatch", capacity_factor, num_rows, 1, most)
+    return capacity, capacity == most
+
+
 def map_peers(
-    rows: Any, counts: jax.Array, axis_name: Axes, num_rows: int, capacity: int | None, alignment: int
+    rows: Any, counts: jax.Array, axis_name: Axes, num_rows: int, capacity: int, alignment: int
 ) -> tuple[RowMap, SlotMaps]:
     """The maps of one dispatch, in numbers across ranks: row_map (P,) of sorted rows, inverse (M,) of padded rows.
+    capacity: rows of a rank.
 
     Raises ValueError if all ranks together have 2^31 padded rows."""
     op = "dispatch"
     ranks, rank, experts = axis_size(op, axis_name), lax.axis_index(axis_name), counts.shape[0]
-    local, rank_capacity = experts // ranks, ranks * capacity_of(capacity, num_rows)
-    padded = padded_rows(rank_capacity, local, alignment)
+    local = experts // ranks
+    padded = padded_rows(capacity, local, alignment)
     if ranks * max(padded, num_rows) >= 2**31:
         got = f"{ranks} ranks with {padded} padded rows"
-        fail(ValueError, op, "capacity", got, "allowed: fewer than 2^31 padded rows on all ranks")
+        fail(ValueError, op, "capacity_factor", got, "allowed: fewer than 2^31 padded rows on all ranks")
     # Wrong counts are clipped: inside jit nothing checks them, and a row must be in its rank's memory.
     ends = jnp.minimum(jnp.cumsum(jnp.clip(counts.astype(jnp.int32), 0, num_rows)), num_rows)
     counts = jnp.diff(ends, prepend=0)
@@ -78,7 +87,7 @@ def map_peers(
 
     # Of rank `owner` and its expert `local`: the rows that each source has for it, and those that fit.
     sent = table.T.reshape(ranks, local * ranks)
-    fitting = jnp.diff(jnp.minimum(jnp.cumsum(sent, 1), rank_capacity), axis=1, prepend=0).reshape(ranks, local, ranks)
+    fitting = jnp.diff(jnp.minimum(jnp.cumsum(sent, 1), capacity), axis=1, prepend=0).reshape(ranks, local, ranks)
     sizes = jnp.maximum(-(-fitting.sum(2) // alignment), 1) * alignment
     group_ends = jnp.cumsum(sizes, 1)
     first = (group_ends - sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting

@@ -231,7 +231,7 @@ def _layer(
     if config.router.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
-    ranks = {"axis_name": axis_name, "capacity": config.capacity, "deduplicate": config.deduplicate}
+    ranks = {"axis_name": axis_name, "capacity_factor": config.capacity_factor, "deduplicate": config.deduplicate}
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
     driven = None
     if config.transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1 and not parts:
@@ -433,8 +433,10 @@ def _driven_by_the_device(
     weights, inside = (experts["w1"], experts["w3"], experts["w2"]), config.router.prob_in == "swiglu"
     if config.deduplicate or not takes(recipe, tokens.x, tokens.top_k, weights, inside, config.bias):
         return None
-    options = axis_name, config.capacity, config.on_overflow
-    return exchange_ffn(tokens, probs_TK, counts, weights, recipe, config.activation, *options)
+    return exchange_ffn(
+        tokens, probs_TK, counts, weights, recipe, config.activation, axis_name, config.capacity_factor,
+        config.on_overflow,
+    )  # fmt: skip
 
 
 def _experts(

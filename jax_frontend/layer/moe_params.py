@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from ...core_kernels.formats import BLOCK
@@ -25,16 +24,9 @@ from ..exchange.peer_memory import Transport, check_transport
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
 from ..ops.mesh import Axes, axis_names, axis_size
 from ..products.weights import check_weights, recipe_of, resolve_compute
-from ..routing.overflow import OnOverflow, check_on_overflow
+from ..routing.overflow import OnOverflow, check_capacity_factor, check_on_overflow, shown
 
 Params = dict[str, Any]
-
-
-_ROWS = "rows per pair of ranks; math.ceil(f * T * top_k / ranks) is f times the mean, T tokens on each rank"
-
-
-def _shown(value: Any) -> str:
-    return "a traced value, which differs from call to call" if isinstance(value, Tracer) else repr(value)
 
 
 jax.tree_util.register_static(SharedExpert)
@@ -54,8 +46,8 @@ class MoEConfig:
         recipe: A Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
         bias: Add b1, b3 (E, F) and b2 (E, D) to the three products of the experts. The shared expert has no bias.
         activation: A `SwiGLU`, of the experts and of the shared expert.
-        capacity: Rows that each pair of ranks exchanges at most. None is all of a rank's rows, which never drops one.
-            math.ceil(f * T * top_k / ranks), for the T tokens of a rank, is f times the mean.
+        capacity_factor: The most rows of a rank, relative to the T * top_k that it receives of balanced routing, as in
+            `dispatch`. None drops no row.
         deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
             `dispatch`. With prob_in="input", where a row is one replica, None alone.
         transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
@@ -81,18 +73,16 @@ class MoEConfig:
     recipe: Recipe | str = "mxfp8"
     bias: bool = False
     activation: SwiGLU = PLAIN
-    capacity: int | None = None
+    capacity_factor: float | None = None
     deduplicate: Deduplicate = None
     transport: Transport = "all_to_all"
     on_overflow: OnOverflow = "nan"
 
     def __post_init__(self) -> None:
         op = "MoEConfig"
-        for name in ("dim", "hidden_dim", "num_experts", "capacity"):
-            size = getattr(self, name)
-            if type(size) is not int and not (name == "capacity" and size is None):
-                allowed = "allowed: an int" + (f", {_ROWS}" if name == "capacity" else "")
-                fail(TypeError, op, name, _shown(size), allowed)
+        for name in ("dim", "hidden_dim", "num_experts"):
+            if type(size := getattr(self, name)) is not int:
+                fail(TypeError, op, name, shown(size), "allowed: an int")
         for name in ("dim", "hidden_dim"):
             size = getattr(self, name)
             if not 1 <= size < 2**31 or size % BLOCK:
@@ -107,8 +97,7 @@ class MoEConfig:
         check_transport(op, self.transport)
         if self.deduplicate is not None and self.transport == "peer_memory":
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport='peer_memory'")
-        if self.capacity is not None and not 1 <= self.capacity < 2**31:
-            fail(ValueError, op, "capacity", self.capacity, f"allowed: 1 to {2**31 - 1}, or None for dropless")
+        check_capacity_factor(op, self.capacity_factor)
         check_on_overflow(op, self.on_overflow)
         check_type(op, "bias", self.bias, bool)
         SwiGLU.check(op, self.activation)

@@ -7,10 +7,13 @@ A NaN, unlike a zero, is in the loss and in the norm of the gradients of the ste
 experts' weights sum over the rows within the capacity: dy of a lost token is the loss's gradient at its NaN.
 """
 
+import math
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.export import is_symbolic_dim
 
 from ...core_kernels.launch import fail
 from ..ops.derivatives import arguments
@@ -24,6 +27,31 @@ def check_on_overflow(op: str, on_overflow: Any) -> None:
     if not isinstance(on_overflow, str) or on_overflow not in get_args(OnOverflow):
         allowed = f"allowed: {', '.join(map(repr, get_args(OnOverflow)))}"
         fail(ValueError, op, "on_overflow", repr(on_overflow), allowed)
+
+
+def check_capacity_factor(op: str, capacity_factor: Any) -> None:
+    """Raise TypeError unless it is a number or None, ValueError unless it is positive and finite."""
+    allowed = "allowed: a number above 0, or None for dropless"
+    if capacity_factor is None:
+        return
+    if isinstance(capacity_factor, bool) or not isinstance(capacity_factor, int | float):
+        fail(TypeError, op, "capacity_factor", shown(capacity_factor), allowed)
+    if not 0 < capacity_factor < math.inf:
+        fail(ValueError, op, "capacity_factor", capacity_factor, allowed)
+
+
+def shown(value: Any) -> str:
+    """The value in an error."""
+    return "a traced value, which differs from call to call" if isinstance(value, Tracer) else repr(value)
+
+
+def capacity_of(op: str, capacity_factor: float | None, num_rows: int, parts: int, most: int) -> int:
+    """Rows of a buffer: capacity_factor times num_rows / parts, their mean, and at most `most`."""
+    if capacity_factor is None:
+        return most
+    if is_symbolic_dim(num_rows):
+        fail(NotImplementedError, op, "capacity_factor", capacity_factor, f"allowed: None with {num_rows} rows")
+    return min(most, math.ceil(capacity_factor * num_rows / parts))
 
 
 def lost_rows(positions: jax.Array, counts: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ def config_of(row: Row) -> MoEConfig:
         recipe=recipe, bias=extras == "biases", deduplicate=how or None,  # type: ignore[arg-type]
         shared=SharedExpert(HIDDEN, gate=extras == "gated") if extras in ("shared", "gated") else None,
         transport="peer_memory" if exchange == "peer memory" else "all_to_all",
-        capacity=TOKENS if exchange == "capacity" else None,  # half of the rows of a rank would be the mean
+        capacity_factor=4 if exchange == "capacity" else None,
     )  # fmt: skip
 
 

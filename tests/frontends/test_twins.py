@@ -31,7 +31,7 @@ JAX_ONLY = {
     "mx_grad": "MXGradArray: in torch a gradient may be an MXTensor without being announced",
     "rounding": "of an MXGradArray's gradient in weighted_combine",
     "axis_name": "the ranks of a mesh axis; torch has a process group",
-    "capacity": "static sizes",
+    "capacity_factor": "static sizes",
     "on_overflow": "of rows beyond a capacity",
     "transport": "XLA or kernels carry the rows; in torch an option of a layer, whose transport holds buffers",
     "across": "maps that lead along mesh axes; torch's PeerMemory has them inside",

@@ -4,6 +4,7 @@ The values of group ends, counts and maps are checked on a CPU and within `debug
 FakeTensorMode tensors have no values, so shapes and dtypes alone are checked there.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -70,6 +71,15 @@ def check_int(op: str, name: str, value: Any, least: int) -> None:
         fail(TypeError, op, name, repr(value), "allowed: an int")
     if isinstance(value, int) and not least <= value < 2**31:
         fail(ValueError, op, name, value, f"allowed: {least} to {2**31 - 1}")
+
+
+def check_positive(op: str, name: str, value: Any) -> None:
+    """Raise TypeError unless value is a number, ValueError unless it is above 0 and finite."""
+    allowed = "allowed: a number above 0"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        fail(TypeError, op, name, repr(value), allowed)
+    if not 0 < value < math.inf:
+        fail(ValueError, op, name, value, allowed)
 
 
 def check_shape(op: str, name: str, x: Tensor, shape: tuple[Any, ...]) -> None:

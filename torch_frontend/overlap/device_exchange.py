@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .peer_memory import PeerMemory
 
 HOPPER = (9, 0)
+LAYOUT = "positions", "group_ends", "filled_ends", "totals"
 
 
 class Prepared(NamedTuple):
@@ -167,7 +168,7 @@ class _DeviceFFN(torch.autograd.Function):
         if results:
             cached = tuple(_operands(call.cached, 1).values())
             operands = found[len(SAVED) :] or cached or None
-            save(ctx, (tuple(layout[:4]), found[: len(SAVED)], operands, None if operands else weights))
+            save(ctx, (_tensors_of(layout), found[: len(SAVED)], operands, None if operands else weights))
             ctx.call, ctx.probs, ctx.dtype = call, probs is not None and ctx.needs_input_grad[1], x.dtype
         ctx.mark_non_differentiable(layout.totals)
         return y, layout.totals
@@ -176,7 +177,7 @@ class _DeviceFFN(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: DeviceCall = ctx.call
         layout, saved, operands, values = saved_by(ctx)
-        memory, layout = call.memory, Layout(*layout[:4], capacity=call.sizes.rows)
+        memory, layout = call.memory, Layout(**dict(zip(LAYOUT, layout, strict=True)), capacity=call.sizes.rows)
         with memory.uninterrupted():
             program, places = call.prepared(operands is None, None)
             call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
@@ -192,6 +193,10 @@ class _DeviceFFN(torch.autograd.Function):
             dx = call.sums(layout, places, ctx.dtype)
             dprobs = call.numbers(layout, places) if ctx.probs else None
         return dx, dprobs, None, *found
+
+
+def _tensors_of(layout: Layout) -> tuple[Tensor, ...]:
+    return tuple(getattr(layout, name) for name in LAYOUT)
 
 
 def _operands(cached: Sequence[Cached], which: int) -> dict[str, Tensor]:
@@ -260,7 +265,8 @@ def run(
     call: DeviceCall, x: Tensor, probs: Tensor | None, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """(T, D) bfloat16, and rows of all ranks per expert."""
-    return _device_ffn(x, probs, call, *parameters[:3])
+    w1, w3, w2, *_ = parameters
+    return _device_ffn(x, probs, call, w1, w3, w2)
 
 
 def sizes_of(memory: "PeerMemory", request: Request, found: InChunks, capacity: int) -> Sizes:

@@ -19,6 +19,7 @@ them.
 peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
 """
 
+import math
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +39,7 @@ from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, key_of, table_of_ranks
 from ..exchange.shards import Ranks
-from ..ops.checks import check_int
+from ..ops.checks import check_int, check_positive
 from ..ops.launch import check_devices
 from . import device_exchange
 from .device_exchange import DeviceCall
@@ -67,8 +68,8 @@ class PeerMemory:
 
     It takes `rows` rows to experts and as many to tokens, with the padding of the groups, on every GPU. The memory is
     allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
-    other once. Products run over the whole capacity: state `rows` if far fewer rows are received than in the worst
-    case.
+    other once. Products run over the whole capacity: state `rows` or `capacity_factor` if far fewer rows are received
+    than in the worst case.
 
     Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
     one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
@@ -77,8 +78,10 @@ class PeerMemory:
         group: a process group or its name, of at least two ranks; None is the default group.
         rows: the capacity of a rank, in rows from all ranks together. A rank may be sent more rows. Then the outputs of
             the tokens with a row beyond the capacity are NaN, their gradients too, and `overflow` raises, on all ranks.
-            None: capacity for all rows of all ranks, each with as many as the rank with the most rows in the first
-            call. A later call may have more rows, such as an evaluation with a larger batch: then the same holds.
+            None: the first call sets it. A later call may have more rows, such as an evaluation with a larger batch:
+            then the same holds.
+        capacity_factor: the capacity of a rank, relative to the mean rows of a rank in the first call; not with `rows`.
+            None: all rows of all ranks, each with as many as the rank with the most rows in the first call.
         width: programs of the kernels that write and read rows of peers.
         timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
@@ -96,18 +99,23 @@ class PeerMemory:
         group: "str | dist.ProcessGroup | None" = None,
         rows: int | None = None,
         *,
+        capacity_factor: float | None = None,
         width: int = WIDTH,
         timeout: timedelta = TIMEOUT,
     ) -> None:
         if rows is not None:
             check_int(OP, "rows", rows, 1)
+        if capacity_factor is not None:
+            check_positive(OP, "capacity_factor", capacity_factor)
+            if rows is not None:
+                fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
         check_int(OP, "width", width, 1)
         self.timeout_ms = to_milliseconds(OP, timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
         self.group = find_group(OP, group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rows, self.width = rows, width
+        self.rows, self.capacity_factor, self.width = rows, capacity_factor, width
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
@@ -115,7 +123,7 @@ class PeerMemory:
         self.kernels = import_module(plan.__name__.replace(".plan", ".kernel"))
         self.device = _device()
         self.worst = torch.zeros((self.ranks, 2), dtype=torch.int32, device=self.device)
-        self.most: int | None = None
+        self.most = rows
         self.compared: set[int] = set()
         self.interrupted = False
         self.buffer: MappedBuffer | None = None
@@ -126,7 +134,7 @@ class PeerMemory:
 
     @property
     def config_key(self) -> str:
-        return f"PeerMemory(rows={self.rows})"
+        return f"PeerMemory(rows={self.rows}, capacity_factor={self.capacity_factor})"
 
     def begin(self, request: Request, width: int) -> PeerExchange:
         """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
@@ -156,7 +164,7 @@ class PeerMemory:
         _, num_rows, capacity = self._reserve_for(request._replace(also=also), needs)
         if num_rows > capacity:
             self.interrupt()
-            allowed = f"allowed: {capacity}, the capacity with padding; state more `rows`"
+            allowed = f"allowed: {capacity}, the capacity with padding; state more `rows` or a larger `capacity_factor`"
             fail(ValueError, OP, "rows", f"{num_rows} rows of rank {self.rank}", allowed)
         sizes = device_exchange.sizes_of(self, request, found, capacity)
         cached, kept = found.experts.cached, found.experts.call.save_bytes
@@ -208,7 +216,7 @@ class PeerMemory:
         self.worst.zero_()
         for rank, (beyond, rows) in enumerate(found):
             if beyond > 0:
-                allowed = f"allowed: {rows - beyond}; state more `rows`, or None for the worst case"
+                allowed = f"allowed: {rows - beyond}; state more `rows`, a larger `capacity_factor`, or neither"
                 fail(RuntimeError, OP, "rows", f"groups of {rows} rows with padding on rank {rank}", allowed)
 
     def reserve(
@@ -227,13 +235,15 @@ class PeerMemory:
         new = key_of(shared) not in self.compared
         if new and not capturing:
             self._compare(op, shared)
-        if self.rows is None and self.most is None and not capturing:
+        if self.most is None and not capturing:
             (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
-            self.most = max(all_rows)
-        worst = self.rows if self.rows is not None else (self.most or 0) * self.ranks
-        capacity = plan.capacity_of(worst, experts // self.ranks, alignment)
+            self.most = max(all_rows) * self.ranks
+            if self.capacity_factor is not None:
+                self.most = min(self.most, math.ceil(self.capacity_factor * sum(all_rows) / self.ranks))
+        most = self.most or 0
+        capacity = plan.capacity_of(most, experts // self.ranks, alignment)
         if capacity >= 2**31:
-            fail(ValueError, OP, "rows", f"{worst}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
+            fail(ValueError, OP, "rows", f"{most}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
         needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
         needs += needs_of(capacity)
         has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]

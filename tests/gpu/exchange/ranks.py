@@ -73,8 +73,8 @@ def copy_engines() -> CopyEngines:
     return CopyEngines(world().get_group(), chunk_bytes=1)
 
 
-def opened(rows: int | None) -> PeerMemory:
-    return PeerMemory(world().get_group(), rows, timeout=LIMIT)
+def opened(rows: int | None, **options: Any) -> PeerMemory:
+    return PeerMemory(world().get_group(), rows, timeout=LIMIT, **options)
 
 
 @cache

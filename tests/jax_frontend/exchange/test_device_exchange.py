@@ -54,12 +54,12 @@ def loss(params: Any, x: jax.Array, layer: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "capacity", "on_overflow", "again"),
-    [(2, None, "nan", False), (4, None, "nan", True), (2, 9, "nan", False), (2, 9, "drop", False)],
+    ("ranks", "factor", "on_overflow", "again"),
+    [(2, None, "nan", False), (4, None, "nan", True), (2, 0.4, "nan", False), (2, 0.4, "drop", False)],
 )
-def test_the_layer(everywhere: list[bool], ranks: int, capacity: int | None, on_overflow: Any, again: bool) -> None:
-    """y, statistics and all gradients; 9 rows of a pair of ranks lose some."""
-    config = config_of(ranks, capacity=capacity, on_overflow=on_overflow)
+def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_overflow: Any, again: bool) -> None:
+    """y, statistics and all gradients; a capacity below the mean loses some rows."""
+    config = config_of(ranks, capacity_factor=factor, on_overflow=on_overflow)
     mesh, params, results = mesh_of((ranks,), ("expert",)), params_of(config), []
     x = jax.random.normal(jax.random.key(1), (ranks * TOKENS, DIM), jnp.bfloat16)
     for driven in (False, True):
@@ -69,7 +69,7 @@ def test_the_layer(everywhere: list[bool], ranks: int, capacity: int | None, on_
         step = jax.value_and_grad(partial(loss, layer=layer), argnums=(0, 1), has_aux=True)
         results.append(jax.jit(step)(params, x))
     assert len(everywhere) == 2, everywhere  # traced once, in the second turn
-    if capacity:
+    if factor:
         assert int(results[1][0][1][1].overflow) > 0
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         same_bytes(got, want)

@@ -66,21 +66,21 @@ def test_a_full_rank_drops_the_last_rows() -> None:
     """Rows of rank 0, then of rank 1; with "drop" results and gradients of dropped rows are zeros; they are counted."""
     mesh, x = mesh_of((2,), ("ep",)), jnp.ones((16, 32))
 
-    def of_rank(x: jax.Array, counts: jax.Array, capacity: int | None) -> Any:
-        options = {"recipe": "bf16", "axis_name": "ep", "capacity": capacity, "transport": "peer_memory"}
+    def of_rank(x: jax.Array, counts: jax.Array, factor: float | None) -> Any:
+        options = {"recipe": "bf16", "axis_name": "ep", "capacity_factor": factor, "transport": "peer_memory"}
         groups, sizes, route = dispatch(x, counts, **options, on_overflow="drop")
         return combine(groups, route)[:, 0], (sizes, route.overflow[None])
 
-    def run(capacity: int | None, *counts: int) -> Any:
-        of_ranks = partial(of_rank, capacity=capacity)
+    def run(factor: float | None, *counts: int) -> Any:
+        of_ranks = partial(of_rank, factor=factor)
         program = jax.jit(jax.shard_map(of_ranks, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
         y, vjp, others = jax.vjp(lambda x: program(x, jnp.array(counts)), x, has_aux=True)
         assert (vjp(jnp.ones(16))[0][:, 0] == y).all()
         return y.reshape(2, 8).sum(1).tolist(), *(other.tolist() for other in others)
 
     # The counts of rank 0, then of rank 1. Rank 1 has a capacity of 10 rows: 8 of rank 0, 2 of the 5 of rank 1.
-    assert run(5, 0, 8, 2, 5) == ([8, 4], [32, 32], [0, 3])
-    assert run(3, 0, 8, 2, 5) == ([6, 2], [32, 32], [2, 5])
+    assert run(10 / 8, 0, 8, 2, 5) == ([8, 4], [32, 32], [0, 3])
+    assert run(6 / 8, 0, 8, 2, 5) == ([6, 2], [32, 32], [2, 5])
     # Wrong counts, which nothing checks under jit, are clipped to the rows.
     assert run(None, -1, 2**31 - 1, 9, 9) == ([8, 8], [32, 32], [0, 0])
 
@@ -104,7 +104,7 @@ def test_the_program_for_gpus() -> None:
 
 def test_refused() -> None:
     with pytest.raises(ValueError, match=r"transport: got 'wire'; allowed: 'all_to_all', 'peer_memory'"):
-        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity=3, transport="wire")  # type: ignore[arg-type]
+        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity_factor=1, transport="wire")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'dispatch'; allowed: None with transport='peer"):
         MoEConfig(32, 64, num_experts=4, router=RouterConfig(top_k=2), deduplicate="dispatch", transport="peer_memory")
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])

@@ -64,7 +64,7 @@ def joined(arrays: Any) -> np.ndarray:
 
 @cache
 def program(
-    ranks: int, name: str, weighted: bool, how: Deduplicate, capacity: int | None, transport: Transport
+    ranks: int, name: str, weighted: bool, how: Deduplicate, factor: float | None, transport: Transport
 ) -> Callable[..., Any]:
     """Compiled for all routings."""
 
@@ -73,7 +73,7 @@ def program(
     ) -> tuple[Any, ...]:
         def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
-            tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity": capacity}
+            tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity_factor": factor}
             options |= {"transport": transport, "on_overflow": "drop"}
             groups, _, route = dispatch(tokens, counts, axis_name="ep", deduplicate=how, **options)
             row = jnp.arange(groups.shape[0])[:, None]
@@ -95,12 +95,12 @@ def run(
     name: str,
     weighted: bool,
     how: Deduplicate,
-    capacity: int | None = None,
+    factor: float | None = None,
     transport: Transport = "all_to_all",
 ) -> list[np.ndarray]:
     """y, dx and dprobs of all ranks; the probabilities in the groups; the groups, or their bytes."""
     of_ranks = (jnp.asarray(joined(getattr(c, n) for c in cases)) for n in ("x", "experts", "probs", "dy"))
-    compiled = program(len(cases), name, weighted, how, capacity, transport)
+    compiled = program(len(cases), name, weighted, how, factor, transport)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(compiled(jnp.asarray(cases[0].factors), *of_ranks))]
 
 
@@ -135,7 +135,8 @@ def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bo
 @pytest.mark.parametrize("capacity", [1, 7])
 def test_dropped_replicas(capacity: int) -> None:
     """The replicas that do not fit are those that do not fit one by one."""
-    each, once, summed = (run(cases_of("random", 2), "mxfp8", False, how, capacity) for how in CHOICES)
+    factor = capacity * 2 / (TOKENS * TOP_K)  # rows of a pair of ranks
+    each, once, summed = (run(cases_of("random", 2), "mxfp8", False, how, factor) for how in CHOICES)
     for got, want in zip(once, each, strict=True):
         same_bytes(got, want)
     for got, want in zip(summed[3:], each[3:], strict=True):

@@ -70,10 +70,8 @@ PUBLIC: Rows = (
     ("moe.specs.*_axis", may("the name of any axis", "'int32'", "'complex64'", "type str"), ALONE),
     ("combine.probs grouped_swiglu_ffn.prob route.selection_bias swiglu.prob weighted_combine.probs", NUMBERS, NONE),
     ("dispatch_probs.probs moe.apply.weights swiglu.gate swiglu.up update_selection_bias.selection_bias", NUMBERS),
-    (
-        "MoEConfig.capacity dispatch.capacity plan_exchange.capacity",
-        may("a number of rows, or None for all", *SMALL, LARGE, "None"),
-    ),
+    ("plan_exchange.capacity", may("a number of rows, or None for all", *SMALL, LARGE, "None")),
+    ("MoEConfig.capacity_factor dispatch.capacity_factor", REAL, NONE),
     (
         "dispatch.counts plan_exchange.counts permute*.num_tokens_per_expert",
         *(INTEGERS, ANY_SUM, SOME_COUNTS, larger(0)),

@@ -202,7 +202,8 @@ def test_a_mesh_trains_as_one_device(shape: tuple[int, int], check_vma: bool) ->
 def test_a_capacity_drops_rows_and_says_so() -> None:
     """Two ranks, 20 rows per pair: what does not fit adds nothing to its token and gets no gradient; with "drop"."""
     capacity, ranks = 20, 2
-    y, stats, grads = parallel(ranks, "bf16", capacity=capacity, on_overflow="drop")(PARAMS, X, DY)
+    options = {"capacity_factor": capacity * ranks / (TOKENS // ranks * TOP_K), "on_overflow": "drop"}
+    y, stats, grads = parallel(ranks, "bf16", **options)(PARAMS, X, DY)
     kept = np.zeros((TOKENS, EXPERTS), np.float32)
     probs, chosen = jax.lax.top_k(jax.nn.softmax(X @ PARAMS["router"].T), TOP_K)
     probs, chosen = np.asarray(probs / probs.sum(-1, keepdims=True)), np.asarray(chosen)
@@ -299,7 +300,7 @@ def test_init_draws_what_apply_takes() -> None:
         ({"score_func": "relu"}, "'softmax', 'sigmoid', 'softmax_of_chosen'"),
         ({"recipe": "fp4"}, "recipe: got 'fp4'"),
         ({"prob_in": "router"}, "'combine', 'swiglu', 'input'"),
-        ({"capacity": 0}, "capacity: got 0"),
+        ({"capacity_factor": 0}, "capacity_factor: got 0"),
     ],
 )
 def test_a_bad_config_is_named(changes: dict, message: str) -> None:
@@ -307,17 +308,10 @@ def test_a_bad_config_is_named(changes: dict, message: str) -> None:
         config(**changes)
 
 
-@pytest.mark.parametrize("changes", [{"dim": 64.0}, {"top_k": True}, {"num_experts": "8"}, {"capacity": 1.5}])
+@pytest.mark.parametrize("changes", [{"dim": 64.0}, {"top_k": True}, {"num_experts": "8"}])
 def test_a_size_that_is_no_int_is_named(changes: dict) -> None:
     with pytest.raises(TypeError, match=f"{next(iter(changes))}: got .*; allowed: an int"):
         config(**changes)
-
-
-def test_a_capacity_that_is_a_factor_is_told_the_rows() -> None:
-    with pytest.raises(
-        TypeError, match=r"capacity: got 1.25; allowed: an int, rows per .*ceil\(f \* T \* top_k / ranks\)"
-    ):
-        config(capacity=1.25)
 
 
 def test_a_config_is_static_where_jit_takes_it() -> None:

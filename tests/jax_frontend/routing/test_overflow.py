@@ -17,6 +17,7 @@ from ..references import normal
 
 RANKS, TOKENS, DIM, EXPERTS, TOP_K, CAPACITY = 2, 24, 32, 8, 3, 32
 LOCAL = EXPERTS // RANKS
+FACTOR = CAPACITY * RANKS / (TOKENS * TOP_K)  # 32 rows from each rank to each
 MESH = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
 X, DY = (normal(RANKS * TOKENS, DIM, seed=seed, dtype="float32") for seed in (0, 1))
 RNG = np.random.default_rng(0)
@@ -82,7 +83,7 @@ def test_the_tokens_that_lose_a_row_are_nan(transport: Any, deduplicate: Any, re
     options = {"transport": transport, "deduplicate": deduplicate, "recipe": recipe, "prob_in": prob_in}
     # "dispatch" has the bytes of None: test_replicas.py
     enough = run(config(**options | {"deduplicate": None if deduplicate == "dispatch" else deduplicate}))
-    nan, drop = (run(config(**options, capacity=CAPACITY, on_overflow=how)) for how in ("nan", "drop"))
+    nan, drop = (run(config(**options, capacity_factor=FACTOR, on_overflow=how)) for how in ("nan", "drop"))
     lost = lost_slots(transport == "peer_memory")
     of_token = np.asarray(lost.any(1))
     assert (enough["overflow"], nan["overflow"], drop["overflow"]) == (0, lost.sum(), lost.sum())
@@ -101,7 +102,11 @@ def test_a_training_step_that_loses_a_row_is_loud() -> None:
     params = PARAMS | {"router": PARAMS["router"].at[5].add(10.0)}
 
     def loss(params: Any, x: jax.Array, on_overflow: Any) -> jax.Array:
-        layer = partial(moe.sharded_apply, config=config(capacity=8, on_overflow=on_overflow), mesh=MESH)
+        layer = partial(
+            moe.sharded_apply,
+            config=config(capacity_factor=8 * RANKS / (TOKENS * TOP_K), on_overflow=on_overflow),
+            mesh=MESH,
+        )
         y, stats = layer(params, x, tokens=P("ep"), expert_axis="ep")
         return (y**2).mean() + 0.01 * stats.aux_loss
 
@@ -120,7 +125,7 @@ def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
 
     def of_rank(x: jax.Array, counts: jax.Array) -> Any:
-        options = {"axis_name": "ep", "capacity": 2, "transport": transport, "recipe": "bf16"}
+        options = {"axis_name": "ep", "capacity_factor": 2 / 3, "transport": transport, "recipe": "bf16"}
         groups, _, route = dispatch(x, counts[0], **options)
         assert isinstance(groups, jax.Array)
         return combine(groups, route)[:, 0], route.overflow[None]
@@ -135,9 +140,9 @@ def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
 def test_room_for_all_rows_compares_nothing() -> None:
     """A capacity of all rows makes the program of no capacity."""
     counts, x = jnp.array([2, 1]), jnp.ones((3, 32))
-    _, _, route = dispatch(x, counts, capacity=3)
+    _, _, route = dispatch(x, counts, capacity_factor=1)
     assert route.lost is None
-    _, _, route = dispatch(x, counts, capacity=2)
+    _, _, route = dispatch(x, counts, capacity_factor=0.6)
     assert route.lost is not None
     assert route.lost.tolist() == [False, False, True]
 
@@ -145,9 +150,27 @@ def test_room_for_all_rows_compares_nothing() -> None:
 def test_the_weight_of_a_lost_row_has_a_nan_gradient() -> None:
     """Of rows, whose weights have one dim."""
     x, probs = jnp.ones((3, 32)), jnp.ones(3)
-    _, _, route = dispatch(x, jnp.array([2, 1]), capacity=2)
+    _, _, route = dispatch(x, jnp.array([2, 1]), capacity_factor=0.6)
     grad = jax.grad(lambda probs: dispatch_probs(probs, route).sum())(probs)
     np.testing.assert_array_equal(grad, [1, 1, float("nan")])
+
+
+@pytest.mark.parametrize(
+    ("error", "factor", "got"),
+    [
+        (TypeError, "1.25", "'1.25'"),
+        (TypeError, True, "True"),
+        (ValueError, 0, "0"),
+        (ValueError, float("nan"), "nan"),
+        (ValueError, float("inf"), "inf"),
+    ],
+)
+def test_a_bad_factor_is_named(error: Any, factor: Any, got: str) -> None:
+    allowed = "capacity_factor: got {}; allowed: a number above 0, or None for dropless"
+    with pytest.raises(error, match=f"MoEConfig: {allowed.format(got)}"):
+        config(capacity_factor=factor)
+    with pytest.raises(error, match=f"dispatch: {allowed.format(got)}"):
+        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), capacity_factor=factor)
 
 
 def test_other_names_are_refused() -> None:

@@ -1,11 +1,13 @@
 """Layers over PeerMemory have the bytes of layers without a transport, and an overflow is loud; run by peer_ranks.py
 and on GPUs by tests/gpu/exchange/ranks.py."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from mxep.core_kernels.peer import oracle, plan
 from mxep.torch_frontend import (
     Collectives,
@@ -134,7 +136,9 @@ def more_rows(memory: PeerMemory) -> None:
     assert memory.most is not None
     experts, rank, device = LOCAL * group.size(), group.rank(), device_of(group)
     weights = [w.detach() for w in leaves(0, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))]
-    rows_of = [memory.most + 160 * (r == 0) for r in range(group.size())]  # the padding has capacity for 96
+    rows_of = [
+        memory.most // group.size() + 160 * (r == 0) for r in range(group.size())
+    ]  # the padding has capacity for 96
     more = rows_of[rank]
     x = torch.randn(more, D, generator=torch.Generator().manual_seed(rank)).to(device)
     counts = torch.full((experts,), more // experts, dtype=torch.int32, device=device)
@@ -148,13 +152,28 @@ def more_rows(memory: PeerMemory) -> None:
     all_to_one = torch.zeros_like(counts)
     all_to_one[0] = more
     y = expert_parallel_ffn(x, all_to_one, *weights, transport=memory, **of)
-    capacity = plan.capacity_of(memory.most * memory.ranks, LOCAL, 32)
+    capacity = plan.capacity_of(memory.most, LOCAL, 32)
     lost = sum(rows_of) - capacity
-    assert 0 < lost < memory.most
+    assert 0 < lost < memory.most // group.size()
     # A group begins with the rows of rank 0: rows of the last rank find no position.
     assert int(y.isnan().all(1).sum()) == lost * (rank == memory.ranks - 1)
     with pytest.raises(RuntimeError, match=f"on rank 0; allowed: {capacity}"):
         memory.overflow()
+
+
+def factor(memory: PeerMemory, enough: PeerMemory) -> None:
+    """The first call sets the rows of a rank, which later calls keep: `capacity_factor` times their mean."""
+    got, want = _sums(memory, 3), _sums(enough, 3)
+    assert memory.rows is None
+    assert memory.capacity_factor is not None
+    rows = torch.tensor(routing(3, memory.rank, memory.ranks)[1].numel(), device=device_of(memory.group))
+    dist.all_reduce(rows, group=memory.group)
+    assert memory.most == math.ceil(memory.capacity_factor * int(rows) / memory.ranks) < enough.most
+    same(got, want, "factor")
+    memory.overflow()
+    most = memory.most
+    _sums(memory, 4)
+    assert memory.most == most
 
 
 def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
@@ -175,10 +194,8 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
         parallelize_module(moe, mesh, ExpertParallel(transport=memory))
 
 
-def checks(
-    mesh: Callable[[], DeviceMesh], opened: Callable[[int | None], PeerMemory]
-) -> dict[str, Callable[[], object]]:
-    """opened: new memory of the mesh's group with capacity for so many rows."""
+def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) -> dict[str, Callable[[], object]]:
+    """opened: new memory of the mesh's group with these rows or options."""
 
     def large() -> PeerMemory:
         return opened(60 * TOP_K * mesh().size())
@@ -187,6 +204,7 @@ def checks(
         "layers": lambda: layers(mesh(), large()),
         "layers of all rows": lambda: layers(mesh(), opened(None), "bf16", 1),
         "overflow": lambda: overflow(opened(10), large()),
+        "factor": lambda: factor(opened(None, capacity_factor=1.9), large()),
         "refused": lambda: [refused(mesh(), memory) for memory in (opened(None), large())],
         "more rows": lambda: more_rows(opened(None)),
         **ep_skips.of_a_transport(mesh, large, 1),

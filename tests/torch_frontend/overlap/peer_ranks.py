@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,8 +33,8 @@ class Files:
         self.opened: list[PeerMemory] = []
         self.barriers: dict[int, int] = {}
 
-    def open(self, group: dist.ProcessGroup, rows: int | None) -> PeerMemory:
-        self.opened.append(PeerMemory(group, rows, width=3))
+    def open(self, group: dist.ProcessGroup, rows: int | None, **options: Any) -> PeerMemory:
+        self.opened.append(PeerMemory(group, rows, width=3, **options))
         return self.opened[-1]
 
     def shared_memory(self, nbytes: int, group: dist.ProcessGroup) -> Shared:
@@ -74,8 +75,8 @@ def files() -> Files:
     return Files(Path(folder[0]))
 
 
-def opened(rows: int | None) -> PeerMemory:
-    return files().open(world().get_group(), rows)
+def opened(rows: int | None, **options: Any) -> PeerMemory:
+    return files().open(world().get_group(), rows, **options)
 
 
 @cache

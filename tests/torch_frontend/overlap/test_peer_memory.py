@@ -25,6 +25,12 @@ def test_two_ranks_have_the_bytes_of_no_transport(ranks: Ranks, check: str) -> N
 def test_arguments() -> None:
     with pytest.raises(ValueError, match="PeerMemory: rows: got 0"):
         PeerMemory(rows=0)
+    with pytest.raises(ValueError, match=r"PeerMemory: capacity_factor: got 0; allowed: a number above 0"):
+        PeerMemory(capacity_factor=0)
+    with pytest.raises(TypeError, match=r"PeerMemory: capacity_factor: got '1.25'; allowed: a number above 0"):
+        PeerMemory(capacity_factor="1.25")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"capacity_factor: got 1.25 and rows=8; allowed: one of the two"):
+        PeerMemory(rows=8, capacity_factor=1.25)
     with pytest.raises(TypeError, match="PeerMemory: width: got"):
         PeerMemory(width=1.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout: got 3"):
