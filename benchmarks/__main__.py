@@ -18,9 +18,9 @@ from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax")
+SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax", "ep_alternating")
 FRONTENDS = ("torch", "jax")
-ONE_GPU, RANKS = ("gpu", "linear", "models"), ("ep", "ep_jax")
+ONE_GPU, RANKS = ("gpu", "linear", "models"), ("ep", "ep_jax", "ep_alternating")
 
 
 def _commit(text: str) -> str:
@@ -42,8 +42,8 @@ def _layer(text: str) -> MoELayer:
 
 def _ranks(section: str) -> int:
     """The GPUs of a section."""
-    if section == "ep_jax":
-        return import_module(".ep_jax", __package__).ranks()
+    if section in ("ep_jax", "ep_alternating"):
+        return import_module(f".{section}", __package__).ranks()
     return int(os.environ.get("WORLD_SIZE", "1")) if section == "ep" else 1
 
 
@@ -81,7 +81,9 @@ def main() -> None:
         "shapes of the documents; recorded with --out alone",
     )
     parser.add_argument("--frontend", choices=FRONTENDS, help=f"of models; default: {FRONTENDS[0]}")
-    parser.add_argument("--routing", metavar="NAME", help="of ep, ep_jax: balanced, one_expert or dirichlet")
+    parser.add_argument(
+        "--routing", metavar="NAME", help="of ep, ep_jax, ep_alternating: balanced, one_expert or dirichlet"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="of ep: profile one step instead of timing")
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")

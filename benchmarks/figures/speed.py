@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..cases.shapes import H200
+from .tables.table_ep import TORCH_BEST
 from .tables.table_moe_layer import PLAIN, in_a_row
 
 Row = dict[str, Any]
@@ -88,7 +89,7 @@ def _parallel(rows: Sequence[Row], how: str) -> list[Row]:
     """A layer on `RANKS` GPUs, of each size."""
     return [row for row in rows if row["op"] == "ep_layer_fwd_bwd" and row["case"]["ranks"] == RANKS
             and row["case"]["recipe"] == RECIPE and row["case"]["routing"] == "balanced" and row["case"]["how"] == how
-            and sizes_of(row["case"]) in H200.moe_layers]  # fmt: skip
+            and row["peer"] != TORCH_BEST and sizes_of(row["case"]) in H200.moe_layers]  # fmt: skip
 
 
 def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline]:

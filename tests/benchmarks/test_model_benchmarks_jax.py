@@ -258,7 +258,10 @@ def test_kernels_of_a_gpu_are_of_its_streams() -> None:
             ["models", "--frontend", "jax", "--only", "deepseek-v3"],
             "got deepseek-v3; allowed in models: mixtral",
         ),
-        (["models", "--frontend", "jax"], "section: got models; allowed: ep, ep_jax, this machine has no GPU"),
+        (
+            ["models", "--frontend", "jax"],
+            "section: got models; allowed: ep, ep_jax, ep_alternating, this machine has no GPU",
+        ),
         (["gpu", "models", "--frontend", "jax"], "--frontend: got section gpu; allowed: models"),
         (["--frontend", "jax"], "--frontend: got section gpu; allowed: models"),
     ],

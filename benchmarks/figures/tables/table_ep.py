@@ -1,6 +1,6 @@
 """The tables of docs/results/expert_parallel.md: one grouped GEMM and the whole layer, forward and backward."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .table_ops import machine
@@ -14,6 +14,8 @@ HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
         "jit, peer memory": "`peer_memory`, and recipe `bf16` likewise",
         "jit, peer memory, capacity": "`peer_memory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
+TORCH_BEST = "torch_best"
+"""The peer of lines of JAX, measured alternating with PyTorch: its name is in case.peer_is."""
 TITLES = {"ep": "### One grouped GEMM", "ep_layer": "### The whole layer"}
 HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / mxep",
         "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",
@@ -70,8 +72,10 @@ def _cells(one: Row, both: Row) -> tuple[str, ...]:
 
 
 def tables(rows: Sequence[Row]) -> str:
-    """Both tables, in the order of the lines; "" without lines."""
+    """The tables, in the order of the lines; "" without lines."""
     text: list[str] = []
+    alternating = [row for row in rows if row["peer"] == TORCH_BEST]
+    rows = [row for row in rows if row["peer"] != TORCH_BEST]
     for op, title in TITLES.items():
         both = {_key(row): row for row in rows if row["op"] == f"{op}_fwd_bwd"}
         found = [(row, both[_key(row)]) for row in rows if row["op"] == f"{op}_fwd" and _key(row) in both]
@@ -83,7 +87,43 @@ def tables(rows: Sequence[Row]) -> str:
         gpus = [{**row, "hardware": row["hardware"].split("x ")[-1]} for row, _ in found]  # a column has their number
         text += [title, "", f"{machine(gpus)}.", "", f"| {' | '.join(head)} |",
                  f"|{' --- |' * len(head)}", *(f"| {' | '.join(_cells(*pair))} |" for pair in found), ""]  # fmt: skip
-    return "\n".join(text).strip()
+    return "\n".join([*text, *_alternating(alternating)]).strip()
+
+
+def _alternating(rows: Sequence[Row]) -> Iterator[str]:
+    """JAX and PyTorch, forward and backward."""
+    found = [row for row in rows if row["op"] == "ep_layer_fwd_bwd"]
+    if not found:
+        return
+    head = (
+        "tokens per rank, dim/hidden, experts, top-k",
+        "JAX",
+        "PyTorch, its fastest",
+        "ms: PyTorch / JAX",
+        "peak memory, GiB",
+        "n",
+        "dB",
+    )
+    yield from (
+        "### JAX and PyTorch, whole processes alternating",
+        "",
+        f"{machine([{**row} for row in found])}.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"|{' --- |' * len(head)}",
+    )
+    for row in found:
+        peaks = [row[name] / 2**30 for name in ("peer_peak_nbytes", "peak_nbytes") if row.get(name) is not None]
+        cells = (
+            _sizes(row["case"]),
+            HOWS[row["case"]["how"]].split(",")[0],
+            HOWS[row["case"]["peer_is"]],
+            _pair(row["us"], row["peer_us"]),
+            " / ".join(f"{peak:.1f}" for peak in peaks),
+            str(row["n"]),
+            str(row["error"]["sqnr_db"]),
+        )
+        yield f"| {' | '.join(cells)} |"
 
 
 def _key(row: Row) -> tuple[str, str]:
