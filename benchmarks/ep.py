@@ -5,7 +5,7 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
     layer     router, dispatch, experts, combine           cases/ep_layer.py
 
     bytes of every run over a transport = bytes of the run without one; SQNR of result and gradients against bf16
-    rounds: bf16 | bf16 wire | no transport | each transport | parts alone       median of the slowest rank
+    rounds: bf16 | bf16 wire | no transport | deduplicated | each transport | parts alone    median of the slowest rank
     peer memory: also with the forward, and with the step, in a CUDA graph
 
 exposed = a step over a transport - the same step without a wire; e = max(wire, products) / measured, of a direction.
@@ -30,7 +30,7 @@ from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 
 from .cases.chosen_experts import ROUTINGS
 from .cases.ep import ep_layer, expert_parallel
-from .cases.ep.ep_work import PEER, Work, check, held_nbytes
+from .cases.ep.ep_work import IN_TURN, ONCE, PEER, SUMMED, Work, check, held_nbytes
 from .cases.ep.expert_parallel import EPShape
 from .cases.shapes import MoELayer
 from .clocks import ranks
@@ -43,6 +43,7 @@ KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 TRANSPORTS = ("collectives", "copy engines", "peer memory")
 GRAPHED, IN_A_GRAPH = "peer memory", "peer memory, in a graph"
+OVER = (*TRANSPORTS, ONCE, SUMMED)
 Shape = EPShape | MoELayer
 
 
@@ -51,7 +52,7 @@ def size_of(shape: Shape) -> str:
     return f"{shape.dim}/{shape[2]}"
 
 
-NAMES = (*KINDS, *RECIPES, *TRANSPORTS,
+NAMES = (*KINDS, *RECIPES, *OVER,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
 ROUNDS = 10
 SLACK = 1.25
@@ -65,19 +66,19 @@ def lines(
 ) -> Iterator[Line]:
     """Lines of rank 0; nothing on the other ranks.
 
-    only: names of kinds, recipes, transports and sizes; of a sort that is not named all. routing: of ROUTINGS, for all
-    candidates. trace: profile one step of the one run that is left, write it there and time nothing.
+    only: names of kinds, recipes, sizes, and of transports or deduplications; of a sort that is not named all. routing:
+    of ROUTINGS, for all candidates. trace: profile one step of the run that is left, write it there and time nothing.
     """
     device = _device()
     _join(device)
-    transports = TRANSPORTS if device.type == "cuda" else TRANSPORTS[:1]
+    ways = tuple(name for name in OVER if device.type == "cuda" or name not in TRANSPORTS[1:])
     sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
-    known = (*KINDS, *RECIPES, *transports, *sizes)
+    known = (*KINDS, *RECIPES, *ways, *sizes)
     if unknown := set(only) - set(known):
         fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), f"allowed: {', '.join(known)}")
     if routing not in ROUTINGS:
         fail(ValueError, "ep", "routing", routing, f"allowed: {', '.join(ROUTINGS)}")
-    over = _named(only, transports)
+    over = _named(only, ways)
     runs = [(KINDS[kind], shape, Recipe.parse(recipe)) for kind in _named(only, KINDS)
             for shape in _shapes(KINDS[kind], device) if size_of(shape) in _named(only, sizes)
             for recipe in _named(only, RECIPES)]  # fmt: skip
@@ -87,8 +88,12 @@ def lines(
         allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
         fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
     for kind, shape, recipe in runs:
-        opened = {name: _opened(name, routing) for name in over}  # new ones: buffers grow with the largest run
+        opened = {
+            name: _opened(name, routing) for name in over if name in TRANSPORTS
+        }  # new ones: buffers grow with the largest run
         work = kind.work(shape, routing, recipe, opened, device)
+        left_out = {ONCE, SUMMED} - set(over)
+        work = work._replace(forwards={name: f for name, f in work.forwards.items() if name not in left_out})
         found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
         if dist.get_rank() == 0:
             yield from found
@@ -196,7 +201,12 @@ def _print(work: Work, names: Sequence[str], times: Mapping[str, Sample], peaks:
 
 
 def _line(
-    work: Work, name: str, step: str, times: Mapping[str, Sample], peaks: Mapping[str, int | None], sqnr: float
+    work: Work,
+    name: str,
+    step: str,
+    times: Mapping[str, Sample],
+    peaks: Mapping[str, int | None],
+    sqnr: Mapping[str, float],
 ) -> Line:
     ours, theirs = times[f"{name} {step}"], times[f"{PEER} {step}"]
     return Line(
@@ -214,7 +224,7 @@ def _line(
         peer_us=theirs.us,
         ratio=round(theirs.us / ours.us, 3),
         peak_nbytes=peaks.get(name) if step == BOTH else None,
-        error={"grade": "sqnr_db", "sqnr_db": sqnr},
+        error={"grade": "sqnr_db", "sqnr_db": sqnr.get(name, sqnr[IN_TURN])},
         peer_peak_nbytes=peaks[PEER] if step == BOTH else None,
         stages_us=_parts(work, name, step, times) if name in work.with_wire else None,
     )

@@ -2,7 +2,8 @@
 
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
     the same with a capacity        of 1.25 times the mean rows; for balanced rows, none of which it drops
-    both with transport="peer_memory"
+    a token once to each rank       deduplicate="dispatch" and "both"
+    with and without a capacity     transport="peer_memory"
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -18,7 +19,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.launch import fail
 from mxep.jax_frontend import MoEConfig, RouterConfig, moe
-from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from .cases.chosen_experts import ROUTINGS, logits
 from .cases.ep.ep_layer import H200, MIN_SQNR_DB, TINY
@@ -29,13 +29,15 @@ from .figures.results import Line
 
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 PEER, AXIS = "bf16", "expert"
-HOWS: dict[str, tuple[float | None, Transport]] = {
-    "jit": (None, "all_to_all"),
-    "jit, capacity": (1.25, "all_to_all"),
-    "jit, peer memory": (None, "peer_memory"),
-    "jit, peer memory, capacity": (1.25, "peer_memory"),
+HOWS: dict[str, dict[str, Any]] = {
+    "jit": {},
+    "jit, capacity": {"capacity_factor": 1.25},
+    "jit, deduplicate dispatch": {"deduplicate": "dispatch"},
+    "jit, deduplicate both": {"deduplicate": "both"},
+    "jit, peer memory": {"transport": "peer_memory"},
+    "jit, peer memory, capacity": {"transport": "peer_memory", "capacity_factor": 1.25},
 }
-"""capacity_factor and transport."""
+"""Fields of MoEConfig."""
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}
 SIZES = {f"{shape.dim}/{shape.hidden_dim}": shape for shape in (*H200, *TINY)}
 NAMES = (*RECIPES, *SIZES)
@@ -84,9 +86,8 @@ class _Inputs:
         self.x, self.dy, self.params = made(jax.random.key(0), jnp.concatenate(of_ranks))
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
-        factor, transport = HOWS[how]
         _, d, f, e, k = self.shape
-        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, capacity_factor=factor, transport=transport)
+        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, **HOWS[how])
 
     def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""

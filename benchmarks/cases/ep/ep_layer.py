@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
+from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, grouped_swiglu_ffn
 from mxep.torch_frontend.overlap.expert_parallel import Transport, choose_exchange
@@ -30,7 +31,7 @@ from ..moe_layer import OUTPUTS
 from ..shapes import MoELayer
 from .ep_products import Products
 from .ep_wire import NoWire
-from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
+from .ep_work import BF16_WIRE, IN_TURN, ONCE, PEER, SUMMED, Work, stages_of
 
 BF16 = torch.bfloat16
 H200 = (*shapes.H200.moe_layers[:2], MoELayer(16384, 5120, 1536, 48, 6), MoELayer(8192, 2048, 768, 128, 8))
@@ -75,9 +76,9 @@ def work(
     plain = Weights(*(_local(w).detach().requires_grad_() for w in ours))
     no_wire = NoWire(group)
 
-    def over(transport: Transport | None) -> Callable[[], Tensor]:
+    def over(transport: Transport | None, deduplicate: Deduplicate = None) -> Callable[[], Tensor]:
         def forward() -> Tensor:
-            moe.experts.exchange = choose_exchange(transport)
+            moe.experts.exchange = choose_exchange(transport, deduplicate)
             return moe(x)[0]
 
         return forward
@@ -108,7 +109,13 @@ def work(
         case={**shape._asdict(), "ranks": group.size(), "routing": routing, "recipe": recipe.name},
         flops=(flops, 3 * flops),
         outputs=OUTPUTS,
-        forwards={**peers, IN_TURN: over(None), **{name: over(t) for name, t in transports.items()}},
+        forwards={
+            **peers,
+            IN_TURN: over(None),
+            ONCE: over(None, "dispatch"),
+            SUMMED: over(None, "both"),
+            **{name: over(t) for name, t in transports.items()},
+        },
         step=step,
         stages={
             **Products(experts, parameters, recipe, table, x, dy, prob).stages(),

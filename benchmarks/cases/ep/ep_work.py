@@ -16,13 +16,16 @@ from .ep_wire import NoWire, run_transfers
 
 PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
 """The plain pipeline; the same with our GEMMs; ours without a transport."""
+ONCE, SUMMED = "deduplicate dispatch", "deduplicate both"
+"""IN_TURN with a token once to each rank, with the same bytes, and with one partial sum back."""
 
 
 class Work(NamedTuple):
     """op: "ep" or "ep_layer". case: sizes and options. flops: of the forward, and of both directions.
-    outputs: names of the results of `step`. forwards: PEER, BF16_WIRE, IN_TURN and the transports. step: a forward ->
-    its result and all gradients. stages: parts of a step, each alone, by "wire", "products" or "without a wire" and the
-    direction. groups: local experts that have rows; torch does not define the weight gradients of the others."""
+    outputs: names of the results of `step`. forwards: PEER, BF16_WIRE, IN_TURN, of a layer ONCE and SUMMED, and the
+    transports. step: a forward -> its result and all gradients. stages: parts of a step, each alone, by "wire",
+    "products" or "without a wire" and the direction. groups: local experts that have rows; torch does not define the
+    weight gradients of the others."""
 
     op: str
     case: Mapping[str, object]
@@ -41,7 +44,7 @@ class Work(NamedTuple):
 
     @property
     def transports(self) -> list[str]:
-        return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN)]
+        return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN, ONCE, SUMMED)]
 
 
 def stages_of(
@@ -71,11 +74,12 @@ def held_nbytes(transport: Any) -> int:
     return sum(buffer.of_rank[transport.rank].nbytes for buffer in buffers if buffer is not None)
 
 
-def check(work: Work) -> float:
+def check(work: Work) -> dict[str, float]:
     """Bytes of the runs over a transport against the run without one, on all ranks; SQNR in dB of the result and of all
-    gradients against the peer. Returns the least of ours. Raises AssertionError on all ranks alike."""
+    gradients against the peer. Returns the least dB of each run; IN_TURN stands for all runs with its bytes. Raises
+    AssertionError on all ranks alike."""
     want = work.step(work.forwards[IN_TURN])
-    for name in work.transports:
+    for name in (*work.transports, *({ONCE} & work.forwards.keys())):
         for _ in range(2):  # the second call reuses buffers
             got = work.step(work.forwards[name])
             wrong = torch.stack([(a != b).sum() for a, b in zip(got, want, strict=True)])
@@ -85,13 +89,16 @@ def check(work: Work) -> float:
                 raise AssertionError(f"{work.op}: {name}: differs from the run without a transport: {values}")
             del got
     peer = work.step(work.forwards[PEER])
-    for name, got in ((BF16_WIRE, work.step(work.forwards[BF16_WIRE])), (IN_TURN, want)):
+    rounded = [(name, work.step(work.forwards[name])) for name in (BF16_WIRE, SUMMED) if name in work.forwards]
+    found: dict[str, float] = {}
+    for name, got in (*rounded, (IN_TURN, want)):
         least = torch.stack([_sqnr_db(work, a, b) for a, b in zip(got, peer, strict=True)]).nan_to_num(nan=-torch.inf)
         dist.all_reduce(least, op=dist.ReduceOp.MIN)
         db = dict(zip(work.outputs, least.tolist(), strict=True))
         if not min(db.values()) >= work.min_sqnr_db:
             raise AssertionError(f"{work.op}: {name}: {db} dB from bf16; expected {work.min_sqnr_db} or more")
-    return round(min(db.values()), 1)
+        found[name] = round(min(db.values()), 1)
+    return found
 
 
 def _sqnr_db(work: Work, got: Tensor, want: Tensor) -> Tensor:

@@ -7,11 +7,15 @@ from .table_ops import machine
 
 Row = Mapping[str, Any]
 OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
-HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport", "collectives": "`Collectives`",
+HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport",
+        "deduplicate dispatch": "no transport, `deduplicate=\"dispatch\"`",
+        "deduplicate both": "no transport, `deduplicate=\"both\"`", "collectives": "`Collectives`",
         "copy engines": "`CopyEngines`", "peer memory": "`PeerMemory`",
         "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
         "jit": "`jit`, and recipe `bf16` as bf16",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
+        "jit, deduplicate dispatch": "`jit`, `deduplicate=\"dispatch\"`, and recipe `bf16` likewise",
+        "jit, deduplicate both": "`jit`, `deduplicate=\"both\"`, and recipe `bf16` likewise",
         "jit, peer memory": "`peer_memory`, and recipe `bf16` likewise",
         "jit, peer memory, capacity": "`peer_memory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
 TORCH_BEST = "torch_best"
