@@ -38,21 +38,30 @@ HOWS: dict[str, dict[str, Any]] = {
     "jit, peer memory, capacity": {"transport": "peer_memory", "capacity_factor": 1.25},
 }
 """Fields of MoEConfig."""
+WAYS = {
+    "all_to_all": ("jit", "jit, capacity"),
+    "deduplicate": ("jit, deduplicate dispatch", "jit, deduplicate both"),
+    "peer_memory": ("jit, peer memory", "jit, peer memory, capacity"),
+}
+"""Names of `--only` and what they select."""
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}
 SIZES = {f"{shape.dim}/{shape.hidden_dim}": shape for shape in (*H200, *TINY)}
-NAMES = (*RECIPES, *SIZES)
+NAMES = (*RECIPES, *SIZES, *WAYS)
 
 
 def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
-    """only: names of recipes and sizes. routing: of ROUTINGS, as in ep.py."""
+    """only: names of recipes, sizes and ways; of a sort that is not named all. routing: of ROUTINGS, as in ep.py."""
     if routing not in ROUTINGS:
         fail(ValueError, "ep_jax", "routing", routing, f"allowed: {', '.join(ROUTINGS)}")
+    hows = [how for way in WAYS if way in only or not set(only) & set(WAYS) for how in WAYS[way]]
+    if routing != "balanced":  # without a capacity, which drops rows
+        hows = [how for how in hows if "capacity" not in how]
     here = H200 if jax.default_backend() == "gpu" else TINY
     for name, shape in SIZES.items():
         if shape in here and (name in only or not set(only) & set(SIZES)):
             inputs = _Inputs(shape, routing)
             for recipe in (r for r in RECIPES if r in only or not set(only) & set(RECIPES)):
-                for how in HOWS if routing == "balanced" else ("jit", "jit, peer memory"):
+                for how in (how for how in HOWS if how in hows):
                     yield from inputs.lines(recipe, how)
 
 

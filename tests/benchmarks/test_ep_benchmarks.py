@@ -130,6 +130,15 @@ def test_the_layer_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
         list(ep_jax.lines([], "odd"))
 
 
+def test_names_select_the_exchanges_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one has a name; with a routing that is not balanced none has a capacity, which would drop rows."""
+    monkeypatch.setattr(ep_jax, "_Inputs", lambda *_: SimpleNamespace(lines=lambda recipe, how: [(recipe, how)]))
+    assert [how for _, how in ep_jax.lines(["mxfp8"])] == list(ep_jax.HOWS)
+    assert [how for _, how in ep_jax.lines(["mxfp8", "deduplicate"])] == list(ep_jax.WAYS["deduplicate"])
+    found = [how for _, how in ep_jax.lines(["mxfp8"], "dirichlet")]
+    assert found == ["jit", "jit, deduplicate dispatch", "jit, deduplicate both", "jit, peer memory"]
+
+
 @pytest.fixture
 def alone(tmp_path: Path) -> Any:
     """A process group of this process."""
