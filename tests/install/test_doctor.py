@@ -17,6 +17,9 @@ from mxep import doctor
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.integrations import torchtitan, transformers
 
+from benchmarks.figures import results
+from benchmarks.figures.tables import table_moe_layer
+
 
 def test_examples() -> None:
     found = doctest.testmod(doctor)
@@ -33,6 +36,14 @@ def test_here_every_op_runs() -> None:
     words = run.stdout.replace(",", "").split()
     for op in OPS:
         assert words.count(op) == 2, op  # PyTorch and JAX
+
+
+def test_the_rows_from_which_mxfp8_gains_are_those_of_the_stored_lines() -> None:
+    """If this fails, the layers were measured again: write the new number here and in choose_recipe.md."""
+    rows = [row for row in results.newest("h200") if row["op"].startswith("moe_layer")]
+    assert table_moe_layer.rows_to_gain(rows) == doctor.ROWS_TO_GAIN
+    page = Path(__file__).parents[2] / "docs" / "guides" / "choose_recipe.md"
+    assert f"fewer than about {doctor.ROWS_TO_GAIN} rows per expert" in page.read_text()
 
 
 def test_a_reader_that_has_gone() -> None:
