@@ -27,7 +27,7 @@ from .figures.tables.table_ep import TORCH_BEST
 Row = Mapping[str, Any]
 TURNS, PEER = 2, TORCH_BEST
 NAMES = tuple(dict.fromkeys((*ep_jax.NAMES, *ep.TRANSPORTS)))
-"""Of recipes, sizes and PyTorch's transports."""
+"""Of recipes, sizes, PyTorch's transports and the ways of JAX."""
 
 
 def ranks() -> int:
@@ -39,9 +39,10 @@ def commands(only: Sequence[str], routing: str, out: Path) -> dict[str, list[str
     """The command of a turn of each frontend, which appends its lines to `out`."""
     common = ["--routing", routing, "--commit", "0" * 40, "--out", str(out)]  # the caller knows the commit
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks())]
+    of_torch = ",".join(("layer", *(name for name in only if name in ep.NAMES)))
     of_jax = ",".join(name for name in only if name in ep_jax.NAMES)
     return {
-        "torch": [sys.executable, *launcher, "-m", "benchmarks", "ep", "--only", ",".join(("layer", *only)), *common],
+        "torch": [sys.executable, *launcher, "-m", "benchmarks", "ep", "--only", of_torch, *common],
         "jax": [sys.executable, "-m", "benchmarks", "ep_jax", *(["--only", of_jax] if of_jax else []), *common],
     }  # fmt: skip
 

@@ -64,10 +64,11 @@ def test_a_process_that_fails_is_an_error_with_its_last_lines(monkeypatch: pytes
 
 
 def test_the_commands_of_a_turn() -> None:
-    """JAX is not told the transports of torch."""
-    torch, jax = ep_alternating.commands(["mxfp8", "peer memory"], "dirichlet", Path("lines")).values()
+    """Each frontend is told the names that it knows."""
+    only = ["mxfp8", "peer memory", "peer_memory"]
+    torch, jax = ep_alternating.commands(only, "dirichlet", Path("lines")).values()
     assert torch[torch.index("--only") + 1] == "layer,mxfp8,peer memory"
-    assert jax[jax.index("--only") + 1] == "mxfp8"
+    assert jax[jax.index("--only") + 1] == "mxfp8,peer_memory"
     assert torch[-6:] == jax[-6:] == ["--routing", "dirichlet", "--commit", "0" * 40, "--out", "lines"]
     assert "--only" not in ep_alternating.commands([], "balanced", Path("lines"))["jax"]
 
