@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep import cpp_bindings
 from mxep.core_kernels.peer import schedule
@@ -83,6 +84,31 @@ def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool]) -> None:
         layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
         results.append(jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))(params, x))
     assert len(everywhere) == 2
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        same_bytes(got, want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[bool], kind: AxisType) -> None:
+    """On a mesh of automatic and of explicit axes; x has the type that its layer returns."""
+    config, results, tokens = config_of(2), [], P(("data", "expert"))
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), (kind, kind), devices=jax.devices("cpu")[:4])
+    params, specs = jax.tree.map(lambda p: jnp.stack([p, p / 2]), params_of(config)), moe.specs(config)
+    specs = jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda spec: isinstance(spec, P))
+    params = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), params, specs)
+
+    def layers(params: Any, x: jax.Array) -> Any:
+        layer = jax.checkpoint(partial(moe.sharded_apply, config=config, tokens=tokens, mesh=mesh))
+        y = jax.lax.scan(lambda x, p: (x + layer(p, x)[0], None), x, params)[0]
+        return (y.astype(jnp.float32) ** 2).sum(), y
+
+    for driven in (False, True):
+        everywhere[0] = driven
+        x = jax.random.normal(jax.random.key(1), (4 * TOKENS, DIM), jnp.bfloat16)
+        step = jax.jit(jax.value_and_grad(layers, argnums=(0, 1), has_aux=True), donate_argnums=1)
+        with jax.set_mesh(mesh):
+            results.append(step(params, jax.device_put(x, NamedSharding(mesh, tokens))))
+    assert len(everywhere) > 1
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         same_bytes(got, want)
 
