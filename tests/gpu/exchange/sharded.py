@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, moe, ops, swiglu
 from mxep.jax_frontend.exchange.peer_memory import Transport
+from mxep.jax_frontend.ops import device
 from mxep.jax_frontend.ops.split import WHOLE_DIMS
 
 from ...compare import same_bytes, sqnr_db
@@ -107,18 +108,20 @@ def the_layer_is_that_of_one_device(devices: Devices, kind: AxisType) -> None:
 
 
 def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType) -> None:
-    """Three layers in a scan, skewed routing, three runs each; on GPUs also words of 4 and 16 bytes, MXFP8 and bf16."""
+    """Three layers in a scan, skewed routing, three runs each; on GPUs also words of 4 and 16 bytes, MXFP8 and bf16.
+    The device drives the exchange of the first case on two Hopper GPUs."""
     mesh, tokens = mesh_of(devices, kind), P("expert")
-    cases = (512, "mxfp8", "swiglu"), (DIM, "mxfp8", "combine"), (DIM, "bf16", "combine")
-    for dim, recipe, prob_in in cases if devices[0].platform == "gpu" else cases[-1:]:
-        params = moe.init(jax.random.key(0), replace(CONFIG, dim=dim))
+    cases = (512, 2048, "mxfp8", "swiglu"), (DIM, 256, "mxfp8", "combine"), (DIM, 256, "bf16", "combine")
+    for dim, hidden, recipe, prob_in in cases if devices[0].platform == "gpu" else cases[-1:]:
+        params = moe.init(jax.random.key(0), replace(CONFIG, dim=dim, hidden_dim=hidden))
+        params["experts"] = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["experts"])
         params["router"] = params["router"].at[0].add(0.2)
         x = jax.random.normal(jax.random.key(1), (ROWS, dim), jnp.bfloat16)
         placed = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, moe.specs(CONFIG))
         arrays, results = (placed, jax.device_put(x, NamedSharding(mesh, tokens))), []
         for transport in get_args(Transport):
             router = replace(CONFIG.router, prob_in=prob_in)
-            config = replace(CONFIG, dim=dim, recipe=recipe, router=router, transport=transport)
+            config = replace(CONFIG, dim=dim, hidden_dim=hidden, recipe=recipe, router=router, transport=transport)
             layer = partial(moe.sharded_apply, config=config, tokens=tokens, mesh=mesh)
 
             def loss(params: Any, x: jax.Array, layer: Callable = layer) -> tuple[jax.Array, jax.Array]:
@@ -126,6 +129,8 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
                 return (y.astype(jnp.float32) ** 2).mean() + stats.aux_loss.sum(), y
 
             program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+            drives = dim == 512 and transport == "peer_memory" and len(devices) > 1 and device.arch() == "sm_90"
+            assert drives == ("exchange_program" in program.lower(*arrays).as_text())
             results += [program(*arrays) for _ in range(3)]
         want = jax.tree.leaves(results[0])
         for result in results[1:]:

@@ -76,13 +76,19 @@ def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_
         same_bytes(got, want)
 
 
-def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool]) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -> None:
+    """inside: a shard_map over the experts alone, around which the axis of data is automatic."""
     config, mesh, results = config_of(2), mesh_of((2, 2), ("data", "expert")), []
     params, x = params_of(config), jax.random.normal(jax.random.key(1), (4 * TOKENS, DIM), jnp.bfloat16)
     for driven in (False, True):
         everywhere[0] = driven
-        layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
-        results.append(jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))(params, x))
+        layer: Any = partial(moe.sharded_apply, config=config, tokens=P(("expert", "data")))
+        if inside:
+            specs = {"router": P(), "experts": P("expert")}, P("expert")
+            layer = jax.shard_map(layer, in_specs=specs, out_specs=(P("expert"), P()), axis_names={"expert"})
+        with jax.set_mesh(mesh):
+            results.append(jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))(params, x))
     assert len(everywhere) == 2
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         same_bytes(got, want)
