@@ -18,6 +18,10 @@ D, F, E, TOP_K, TOKENS = 64, 64, 4, 2, 32
 Step = Callable[[int], object]
 
 
+OF_A_THREAD = 2 * 2**20
+"""Bytes that a thread brings: its stack, and its part of the heap. Measured: 1.4 MiB."""
+
+
 class Held(NamedTuple):
     """By a process. resident: bytes of memory. on_device: bytes of a GPU's memory, 0 on a CPU."""
 
@@ -49,10 +53,11 @@ def measure(step: Step, steps: int, settled: int, on_device: Callable[[], int] =
 
 
 def require_no_growth(before: Held, after: Held, limit: int, pool: int = 0) -> None:
-    """limit: of the growth of resident memory, in bytes. pool: threads that may still start."""
-    assert after.resident - before.resident < limit, (before, after)
+    """limit: of the growth of resident memory, in bytes. pool: threads that may still start, each with its memory."""
+    started = after.threads - before.threads
+    assert started <= pool, (before, after)
+    assert after.resident - before.resident < limit + max(started, 0) * OF_A_THREAD, (before, after)
     assert after.descriptors == before.descriptors, (before, after)
-    assert after.threads <= before.threads + pool, (before, after)
     assert after.on_device == before.on_device, (before, after)
 
 

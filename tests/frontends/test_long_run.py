@@ -31,3 +31,17 @@ def test_a_layer_keeps_nothing_of_its_steps(frontend: str, steps: int, settled: 
     before, after = (Held(*held) for held in json.loads(run.stdout))
     # XLA starts threads of its pool when all others are at work: one in 16,000 steps, after step 350 or 2,300.
     require_no_growth(before, after, limit, (os.cpu_count() or 1) if frontend == "jax" else 0)
+
+
+def test_growth_is_an_error_but_for_the_memory_of_threads_that_may_start() -> None:
+    before = Held(100 * MIB, 4, 20)
+    require_no_growth(before, before._replace(resident=103 * MIB, threads=22), 2 * MIB, pool=2)
+    for grown in (
+        before._replace(resident=103 * MIB),
+        before._replace(resident=107 * MIB, threads=22),
+        before._replace(threads=23),
+        before._replace(descriptors=5),
+        before._replace(on_device=1),
+    ):
+        with pytest.raises(AssertionError):
+            require_no_growth(before, grown, 2 * MIB, pool=2)
