@@ -81,7 +81,7 @@ def dispatch(
             pair of ranks has a buffer for at most T tokens.
         transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
             memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
-            all-gather of the rows. The same bytes, with deduplicate=None. All ranks share the rows of a rank.
+            all-gather of the rows. The same bytes, with deduplicate=None. All ranks share the buffer of a rank.
         on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in
             the result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the
             sum of a token and in the gradients.

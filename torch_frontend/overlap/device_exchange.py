@@ -72,11 +72,12 @@ def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 class DeviceCall(NamedTuple):
-    """One call. kept: operands along N live until the backward."""
+    """What the forward and the backward of a call need. kept: operands along N live until the backward. Not the rows:
+    they would live as long as the graph of the result."""
 
     memory: "PeerMemory"
-    rows: TokenReplicas
-    counts: Tensor
+    tokens: int
+    inverse: Tensor
     sizes: Sizes
     alignment: int
     cached: tuple[Cached, ...]
@@ -102,8 +103,7 @@ class DeviceCall(NamedTuple):
         packed = self._own(places.rows, (t, width), torch.uint8)
         call_out((packed,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.sizes.rounding)
 
-    def write_order(self, probs: Tensor | None, places: Memory) -> None:
-        order = self.rows.order
+    def write_order(self, order: Tensor, probs: Tensor | None, places: Memory) -> None:
         self._own(places.order, order.shape, torch.int32).copy_(order)
         weights = self._own(places.weights, order.shape, torch.float32)
         if probs is None:
@@ -113,20 +113,20 @@ class DeviceCall(NamedTuple):
 
     def sums(self, layout: Layout, places: Memory, dtype: torch.dtype) -> Tensor:
         """(T, D): the sum of each token's slots, NaN if a row exceeded a capacity."""
-        memory, t, k = self.memory, self.rows.x.shape[0], self.sizes.top_k
+        memory, t, k = self.memory, self.tokens, self.sizes.top_k
         y = torch.empty((t, self.sizes.dim), dtype=dtype, device=memory.device)
         hw_cast = memory.device.type == "cuda" and facts(arch_of(memory.device)).hw_cast
         memory.launch(
-            "pull", min(t, memory.width), self.rows.inverse, layout.positions, self._own_address(), t, places.slots, 0,
+            "pull", min(t, memory.width), self.inverse, layout.positions, self._own_address(), t, places.slots, 0,
             y, **plan.pull(self.sizes.dim, k, True, False, False, hw_cast) | {"SLOTS": True},
         )  # fmt: skip
         return y
 
     def numbers(self, layout: Layout, places: Memory) -> Tensor:
         """(T, k) fp32 of the slots."""
-        out = torch.empty((self.rows.x.shape[0], self.sizes.top_k), dtype=torch.float32, device=self.memory.device)
+        out = torch.empty((self.tokens, self.sizes.top_k), dtype=torch.float32, device=self.memory.device)
         self.memory.launch(
-            "pull_weights", -(-out.numel() // 256), self.rows.inverse, layout.positions, self._own_address(),
+            "pull_weights", -(-out.numel() // 256), self.inverse, layout.positions, self._own_address(),
             out.numel(), places.numbers, out, BLOCK_M=256, SLOTS=True,
         )  # fmt: skip
         return out
@@ -148,7 +148,9 @@ class DeviceCall(NamedTuple):
 
 class _DeviceFFN(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: DeviceCall, *weights: Tensor) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor | None, call: DeviceCall, order: Tensor, counts: Tensor, *weights: Tensor
+    ) -> Any:
         memory, sizes = call.memory, call.sizes
         quantize = call.cached[0] is None
         with memory.uninterrupted():
@@ -156,8 +158,8 @@ class _DeviceFFN(torch.autograd.Function):
             results += TRANSPOSED if results and quantize and call.kept else ()
             program, places = call.prepared(quantize, results)
             call.write_rows(x, places)
-            call.write_order(probs, places)
-            layout = lay_out(memory, call.counts, call.rows.order.shape[0], sizes.rows, call.alignment)
+            call.write_order(order, probs, places)
+            layout = lay_out(memory, counts, order.shape[0], sizes.rows, call.alignment)
             experts = sizes.groups * sizes.ranks
             given = {"counts": memory.counts(experts), "group_ends": layout.group_ends, **call.addresses()}
             given |= dict(zip(("w1", "w3", "w2"), weights, strict=True)) | _operands(call.cached, 0)
@@ -192,7 +194,7 @@ class _DeviceFFN(torch.autograd.Function):
             memory.barrier()
             dx = call.sums(layout, places, ctx.dtype)
             dprobs = call.numbers(layout, places) if ctx.probs else None
-        return dx, dprobs, None, *found
+        return dx, dprobs, None, None, None, *found
 
 
 def _tensors_of(layout: Layout) -> tuple[Tensor, ...]:
@@ -262,11 +264,12 @@ def _whole(cached: Cached) -> bool | None:
 
 
 def run(
-    call: DeviceCall, x: Tensor, probs: Tensor | None, parameters: Sequence[Tensor | None]
+    call: DeviceCall, request: Request, x: Tensor, probs: Tensor | None, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Tensor]:
     """(T, D) bfloat16, and rows of all ranks per expert."""
     w1, w3, w2, *_ = parameters
-    return _device_ffn(x, probs, call, w1, w3, w2)
+    assert isinstance(request.rows, TokenReplicas)
+    return _device_ffn(x, probs, call, request.rows.order, request.counts, w1, w3, w2)
 
 
 def sizes_of(memory: "PeerMemory", request: Request, found: InChunks, capacity: int) -> Sizes:

@@ -127,7 +127,7 @@ def _run(
     call = transport.on_device(request, found)
     if call is not None:
         assert found is not None
-        return run_on_device(call, x, probs, found.parameters)
+        return run_on_device(call, request, x, probs, found.parameters)
     exchange = transport.begin(request, found.width if found else 0)
     assert found is not None
     assert request.out_dtype is not None

@@ -16,7 +16,8 @@ it after all its reads of the direction before, of operands and of rows of its p
 own. At least the second barrier of a direction separates the kernel that reads counts from the next kernel that writes
 them.
 
-peer_exchange.py runs these steps; the kernels are in core_kernels/peer.
+peer_exchange.py runs these steps, device_exchange.py others that overlap with the products, where the kernels take the
+call. The kernels are in core_kernels/peer.
 """
 
 import math
@@ -168,7 +169,7 @@ class PeerMemory:
             fail(ValueError, OP, "rows", f"{num_rows} rows of rank {self.rank}", allowed)
         sizes = device_exchange.sizes_of(self, request, found, capacity)
         cached, kept = found.experts.cached, found.experts.call.save_bytes
-        return DeviceCall(self, rows, request.counts, sizes, request.recipe.alignment, cached, kept)
+        return DeviceCall(self, rows.x.shape[0], rows.inverse, sizes, request.recipe.alignment, cached, kept)
 
     def _reserve_for(
         self, request: Request, needs: Callable[[int], list[int]]

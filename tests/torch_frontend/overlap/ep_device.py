@@ -1,6 +1,7 @@
 """Layers whose exchange the device drives have the bytes of layers without a transport; run by device_ranks.py and on
 GPUs by tests/gpu/exchange/ranks.py."""
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -107,6 +108,24 @@ def overflow(small: PeerMemory) -> None:
         raise AssertionError("overflow() found no rows beyond the capacity")
 
 
+def keeps_no_rows(memory: PeerMemory) -> None:
+    """The graph of a result does not keep the rows, of which the backward needs no value."""
+    group, device, f = memory.group, device_of(memory.group), HIDDEN[device_of(memory.group).type]
+    x, experts = (t.to(device) for t in routed(5, group.rank(), group.size(), MOST_TOKENS))
+    order, inverse, counts = sort_by_expert(experts, LOCAL * group.size())
+    weights = [
+        w.detach().bfloat16().requires_grad_() for w in leaves(5, group, (LOCAL, f, D), (LOCAL, f, D), (LOCAL, D, f))
+    ]
+    probs, before = torch.ones(len(x), TOP_K, device=device, requires_grad=True), len(ran)
+    x = x.requires_grad_() * 1
+    rows, options = weakref.ref(x), {"recipe": RECIPE, "group": group, "transport": memory}
+    y = expert_parallel_ffn(TokenReplicas(x, order, inverse, TOP_K), counts, *weights, probs, **options)
+    assert len(ran) == before + 1
+    del x
+    assert rows() is None
+    y.sum().backward()
+
+
 def more_rows_than_room(small: PeerMemory) -> None:
     """A rank says so before it exchanges anything."""
     group, device = small.group, device_of(small.group)
@@ -154,5 +173,6 @@ def checks(
         "recomputed": lambda: same(memory(), 6, again=True, driven=4),
         "frozen weights": lambda: mixed(mix()),
         "overflow": lambda: overflow(opened(8)),
+        "keeps no rows": lambda: keeps_no_rows(memory()),
         "more rows than room": lambda: more_rows_than_room(opened(1)),
     }
