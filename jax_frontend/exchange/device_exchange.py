@@ -73,8 +73,8 @@ class Static(NamedTuple):
         return ("slots", "numbers", *self.program.results, "buffer")
 
 
-def takes(recipe: Recipe, x: jax.Array, top_k: int, weights: tuple[Any, Any, Any], inside: bool, bias: bool) -> bool:
-    """Whether the device drives the exchange of a layer over peer memory."""
+def takes(recipe: Recipe, x: jax.Array, weights: tuple[Any, Any, Any], inside: bool, bias: bool) -> bool:
+    """Whether the device drives the exchange of a layer over peer memory. x: of the layer, whose dtype y has."""
     form = format_of(recipe)
     if not all(isinstance(w, jax.Array) and w.dtype == jnp.bfloat16 for w in weights):
         return False

@@ -235,7 +235,7 @@ def _layer(
     ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
     driven = None
     if config.transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1 and not parts:
-        driven = _driven_by_the_device(params["experts"], tokens, probs_TK, counts, config, recipe, axis_name)
+        driven = _driven_by_the_device(params["experts"], x_TD, tokens, probs_TK, counts, config, recipe, axis_name)
     if driven is not None:
         y_TD, overflow = driven
     else:
@@ -426,12 +426,12 @@ def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoECo
 
 
 def _driven_by_the_device(
-    experts: Params, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array, config: MoEConfig, recipe: Recipe,
-    axis_name: Axes,
+    experts: Params, x_TD: jax.Array, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array, config: MoEConfig,
+    recipe: Recipe, axis_name: Axes,
 ) -> tuple[jax.Array, jax.Array] | None:  # fmt: skip
     """y (T, D) and the rows that did not fit; None where another exchange has to run."""
     weights, inside = (experts["w1"], experts["w3"], experts["w2"]), config.router.prob_in == "swiglu"
-    if config.deduplicate or not takes(recipe, tokens.x, tokens.top_k, weights, inside, config.bias):
+    if not takes(recipe, x_TD, weights, inside, config.bias):
         return None
     return exchange_ffn(
         tokens, probs_TK, counts, weights, recipe, config.activation, axis_name, config.capacity_factor,

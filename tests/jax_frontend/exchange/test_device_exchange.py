@@ -76,6 +76,17 @@ def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_
         same_bytes(got, want)
 
 
+def test_rows_of_fp32_take_the_kernels_of_peers(everywhere: list[bool]) -> None:
+    """y has their dtype, which the device's sums of slots do not return."""
+    config, mesh = config_of(2), mesh_of((2,), ("expert",))
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+    params = params_of(config)
+    for dtype, driven in ((jnp.float32, 0), (jnp.bfloat16, 1)):
+        before = len(everywhere)
+        y, _ = jax.eval_shape(layer, params, jnp.ones((2 * TOKENS, DIM), dtype))
+        assert (y.dtype, len(everywhere) - before) == (dtype, driven)
+
+
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -> None:
     """inside: a shard_map over the experts alone, around which the axis of data is automatic."""
