@@ -4,7 +4,7 @@ The layer      MoE, RouterConfig, SharedExpert, GroupedExperts, MoEStats (docs/g
 FSDP2          shard_moe, clip_grad_norm_ (docs/guides/fsdp.md)
 The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
-Overlapped     expert_parallel_ffn, Collectives, CopyEngines, PeerMemory (docs/guides/overlap.md)
+Overlapped     expert_parallel_ffn, PeerMemory (docs/guides/overlap.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, quantize_weights
 Dense layers   linear, MXLinear, convert_linear (docs/guides/linear.md)
 Recipes        Recipe, RECIPES
@@ -44,8 +44,6 @@ from .ops.call import debug_checks
 from .ops.capabilities import capabilities
 from .ops.device import force_implementation
 from .ops.mx_tensor import MXTensor
-from .overlap.collectives import Collectives
-from .overlap.copy_engines import CopyEngines
 from .overlap.expert_parallel import expert_parallel_ffn
 from .overlap.peer_memory import PeerMemory
 from .products.ffn import grouped_swiglu_ffn
@@ -62,8 +60,6 @@ MXFP8ExpertParallel = ExpertParallel
 
 __all__ = [
     "RECIPES",
-    "Collectives",
-    "CopyEngines",
     "ExpertParallel",
     "GroupedExperts",
     "MXLinear",

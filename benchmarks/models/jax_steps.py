@@ -205,6 +205,8 @@ def jax_lines(name: str, model: Model, batches: Batches, failures: list[str]) ->
         torch.cuda.empty_cache()  # of the comparison
     one = Training(model, 1, batches, _attention())
     candidates = {of: products for of, products in CANDIDATES.items() if of in errors}
+    if LOSSES not in candidates:
+        raise AssertionError(f"{name}: {LOSSES}, with which the others are compared, has wrong gradients")
     if (nbytes := _dense_operand(one.sizes, batches.sequences * batches.length)) > MAX_RAGGED_DOT_NBYTES:
         print(f"{name}: {RAGGED_DOT} writes operands of {nbytes / 2**30:.1f} GiB, and is not measured", flush=True)
         del candidates[RAGGED_DOT]

@@ -11,7 +11,6 @@ middle of a captured step.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import globaltimer
 
 from ..mx_math import BLOCK_MX, dequantize_blocks, f32_to_bf16, to_f32
 
@@ -240,14 +239,3 @@ def pull_weights_kernel(
     at = _address(table, position, WEIGHTS_AT, 4).to(out.dtype)
     value = tl.load(at, mask=position >= 0, other=float("nan"))
     tl.store(out + s, value, mask=s < NUMBERS)
-
-
-@triton.jit(do_not_specialize=["flag", "VALUE", "LIMIT_MS"])
-def wait_kernel(flag, VALUE, LIMIT_MS):
-    """Ends when the int32 at the address `flag` is VALUE or more; after LIMIT_MS with an error of CUDA, which ends the
-    process as a barrier of PeerMemory does."""
-    at = flag.to(tl.pointer_type(tl.int32))
-    end = globaltimer() + LIMIT_MS.to(tl.int64) * 1000000
-    while tl.atomic_add(at, 0, sem="acquire", scope="sys") < VALUE:
-        if globaltimer() > end:
-            tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mxep.torch_frontend import CopyEngines, ExpertParallel, GroupedExperts, MoE, RouterConfig, shard_moe, swiglu
+from mxep.torch_frontend import ExpertParallel, GroupedExperts, MoE, PeerMemory, RouterConfig, shard_moe, swiglu
 from mxep.torch_frontend.exchange.shards import sharded
 from safetensors import safe_open
 from torch import Tensor
@@ -110,7 +110,7 @@ def build(config: MixtralConfig, stage: int, device: torch.device, ep: int, rank
     if stage:
         mesh = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
         beside = stage == 3 and device.type == "cuda" and ep > 1  # the ranks of "ep" are GPUs of one host
-        style = ExpertParallel(transport=CopyEngines(mesh["ep"].get_group())) if beside else None
+        style = ExpertParallel(transport=PeerMemory(mesh["ep"].get_group())) if beside else None
         shard_moe(model, mesh, [MixtralDecoderLayer], style=style, mp_policy=policy)
     else:
         model.set_experts_implementation("eager")

@@ -60,7 +60,7 @@ EXTRAS = ("plain", "biases", "shared", "gated")
 DTYPES = ("float32", "bfloat16")
 
 TORCH: Factors = {
-    "exchange": ("one process", "all-to-all", "deduplicate dispatch", "deduplicate both", "Collectives"),
+    "exchange": ("one process", "all-to-all", "deduplicate dispatch", "deduplicate both"),
     "recipe": RECIPES,
     "prob_in": PROB_IN,
     "replay": ("recompute", "checkpoint", "selective"),
@@ -68,7 +68,7 @@ TORCH: Factors = {
     "dtype": DTYPES,
 }
 """On GPUs with `ON_GPUS` exchanges too; PeerMemory on a CPU: tests/torch_frontend/overlap/peer_ranks.py."""
-ON_GPUS: Factors = {**TORCH, "exchange": (*TORCH["exchange"], "CopyEngines", "PeerMemory")}
+ON_GPUS: Factors = {**TORCH, "exchange": (*TORCH["exchange"], "PeerMemory")}
 JAX: Factors = {
     "exchange": ("one device", "all-to-all", "capacity", "deduplicate dispatch", "deduplicate both", "peer memory"),
     "recipe": RECIPES,

@@ -31,7 +31,7 @@ def four_ranks(start_ranks: StartRanks) -> Ranks:
     return start_ranks(torch_ranks, 4)
 
 
-@pytest.mark.parametrize("exchange", ["all-to-all", "deduplicate dispatch", "Collectives"])
+@pytest.mark.parametrize("exchange", ["all-to-all", "deduplicate dispatch"])
 def test_four_ranks(four_ranks: Ranks, exchange: str) -> None:
     """With two ranks and one process: EP 4 = EP 2 = EP 1."""
     row = next(row for row in pairwise(TORCH, allowed) if row["exchange"] == exchange and row["recipe"] == "mxfp8")

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, SharedExpert
-from mxep.torch_frontend.overlap.expert_parallel import Transport
+from mxep.torch_frontend import ExpertParallel, MoE, PeerMemory, RouterConfig, SharedExpert
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -106,12 +105,10 @@ REPLAYS: dict[str, Callable[..., Any]] = {
 
 # --- a row of the table ---------------------------------------------------------------------------------------------
 
-Carrier = Callable[[], Transport]
 
-
-def style_of(exchange: str, carriers: dict[str, Carrier]) -> ExpertParallel:
+def style_of(exchange: str, memory: Callable[[], PeerMemory] | None) -> ExpertParallel:
     _, _, how = exchange.partition("deduplicate ")
-    transport = carriers[exchange]() if exchange in carriers else None
+    transport = memory() if memory is not None and exchange == "PeerMemory" else None
     return ExpertParallel(gradients="sum", transport=transport, deduplicate=how or None)  # type: ignore[arg-type]
 
 
@@ -134,14 +131,14 @@ def contracts_alone(row: Row, device: str) -> None:
     replay_and_forwards(row, partial(layer_of, row, device), *inputs(row, device))
 
 
-def contracts_of_ranks(row: Row, mesh: DeviceMesh, carriers: dict[str, Carrier]) -> None:
+def contracts_of_ranks(row: Row, mesh: DeviceMesh, memory: Callable[[], PeerMemory] | None = None) -> None:
     """The same on this rank of the mesh; then the results against one process with all tokens."""
     device, share_of = mesh.device_type, TOKENS // mesh.size()
     part = slice(mesh.get_local_rank() * share_of, (mesh.get_local_rank() + 1) * share_of)
     all_x, all_dy = inputs(row, device)
 
     def made(recompute: bool = False) -> nn.Module:
-        return parallelize_module(layer_of(row, device, recompute), mesh, style_of(row["exchange"], carriers))
+        return parallelize_module(layer_of(row, device, recompute), mesh, style_of(row["exchange"], memory))
 
     replay_and_forwards(row, made, all_x[part], all_dy[part])
     # The auxiliary loss of a rank is of its tokens.

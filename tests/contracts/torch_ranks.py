@@ -4,11 +4,10 @@ from collections.abc import Callable
 from functools import cache, partial
 
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .table import TORCH, Row, all_rows, allowed, name_of, pairwise
-from .torch_layers import Carrier, contracts_alone, contracts_of_ranks
+from .torch_layers import contracts_alone, contracts_of_ranks
 
 
 @cache
@@ -16,19 +15,11 @@ def world() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-@cache
-def collectives() -> Collectives:
-    return Collectives(world().get_group(), chunk_bytes=1)
-
-
-CARRIERS: dict[str, Carrier] = {"Collectives": collectives}
-
-
 def contracts(row: Row) -> None:
     if row["exchange"] == "one process":
         contracts_alone(row, "cpu")
     else:
-        contracts_of_ranks(row, world(), CARRIERS)
+        contracts_of_ranks(row, world())
 
 
 def part_of(row: Row) -> str:

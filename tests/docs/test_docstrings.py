@@ -30,8 +30,6 @@ CALLED_BY_USERS = {
     "MoE": ("forward", "cached_weights"),
     "GroupedExperts": ("forward", "cached_weights"),
     "MXLinear": ("forward", "cached_weights"),
-    "Collectives": (),
-    "CopyEngines": (),
     "PeerMemory": ("overflow",),
     "MXArray": ("from_bytes", "from_packed", "quantize", "dequantize", "packed"),
 }

@@ -33,8 +33,8 @@ KERNELS = (
 )  # fmt: skip
 # What both frontends use.
 SHARED = (
-    Fault("exchange: the rows of two ranks have one place", "core_kernels/policy/exchange.py:plan_exchange",
-          Swap("0", "1", 1), "core_kernels/test_exchange_ranks.py -k balanced"),
+    Fault("metrics: one rank sends rows to itself", "core_kernels/policy/metrics.py:describe", Swap("1", "0", 2),
+          "torch_frontend/layer/test_metrics.py"),
     Fault("a call that was prepared for other strides is used again", "cpp_bindings/exchange.cc:layouts",
           Swap("strides", "shape"), "kernels/cpp/test_cpp_bindings.py -k other_layouts"),
 )  # fmt: skip
@@ -51,7 +51,7 @@ TORCH = (
           "torch_frontend/exchange/shards.py:_ReduceGradient.backward", Unwrap("all_reduce"),
           "torch_frontend/exchange/test_expert_parallel.py -k '[2-mxfp8_wgrad_with_hp-mean-combine]'"),
     Fault("peer memory: the backward reads rows that the next layer has written",
-          "torch_frontend/overlap/schedule.py:_Overlapped.forward", Unwrap("clone_if_in_buffer"),
+          "torch_frontend/overlap/peer_experts.py:_PeerExperts.forward", Unwrap("clone_if_in_buffer"),
           "torch_frontend/overlap/test_peer_memory.py -k '[layers]'"),
     Fault("cached weights: a parameter in other memory is multiplied as its old bytes",
           "torch_frontend/layer/cached_weights.py:_state", Swap("data_ptr", "dim"),

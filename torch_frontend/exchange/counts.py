@@ -161,32 +161,6 @@ def _key(shared: Mapping[str, Any]) -> int:
     return shared.get("top_k", 0) if torch.compiler.is_compiling() else key_of(shared)
 
 
-def counts_of_ranks(request: Request) -> tuple[Agreement, Callable[[], list[list[int]]]]:
-    """`agree_on_counts` for a caller whose host waits later, and the function that waits: it returns the counts of each
-    rank, (ranks, E). An error on one rank raises on all: here on this one, in that function on the others."""
-    agreed, counts, name = agree_on_counts(request), request.counts, request.ranks.group_name
-    if agreed.error is not None:
-        raise agreed.error
-    read = _reading(agreed.of_all)
-    return agreed, (lambda: checked_table(counts, agreed, read(), name))
-
-
-def _reading(x: Tensor) -> Callable[[], Any]:
-    """Begin to copy x to the host; the function returned waits for this copy, not for later work, and returns lists."""
-    if not x.is_cuda:
-        return x.tolist
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    host.copy_(x, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-
-    def values() -> Any:
-        copied.synchronize()
-        return host.tolist()
-
-    return values
-
-
 def send_error_sentinel(ranks: Ranks, deduplicate: Deduplicate = None) -> None:
     """Take part in the exchange of counts of a `dispatch` that this rank will not run, so that all ranks raise."""
     if ranks.degree > 1:

@@ -6,7 +6,7 @@
 
 Local       this process alone                     groups are gathered, and sums read them directly
 AllToAll    all-to-alls, before and after          deduplicate: how often a token is sent
-Overlapped  a transport, during the products       expert_parallel.py; dispatch moves nothing, `run` exchanges
+Overlapped  memory of peers                        expert_parallel.py; dispatch moves nothing, `run` exchanges
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ def shard_moe(
         units: classes of modules, usually the transformer block, that FSDP2 gathers one at a time; the model itself is
             always one. Without units all weights outside of the experts are gathered at once.
         style: how rows are sent to experts. On the GPUs of one host, overlapped with the products:
-            `ExpertParallel(transport=CopyEngines(mesh["ep"].get_group()))`. None is `ExpertParallel()`. Its gradients
+            `ExpertParallel(transport=PeerMemory(mesh["ep"].get_group()))`. None is `ExpertParallel()`. Its gradients
             are "mean".
         mp_policy: of FSDP2's `fully_shard`. Experts never cast their inputs, which are MXFP8 or bf16 rows and fp32
             weights.

@@ -7,8 +7,8 @@
         (rows, counts[, probs]) --dispatch--> experts.forward(groups, padded_counts[, probs]) --combine--> rows
                                  before         weights: DTensor, Shard(0)                    after
 
-`MoE` itself calls dispatch, experts and combine, or overlap/schedule.py; the hooks serve modules of other packages
-alone.
+`MoE` itself calls dispatch, experts and combine, or overlap/expert_parallel.py; the hooks serve modules of other
+packages alone.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,8 @@ from ..exchange.process_groups import agree
 from ..exchange.route import Route
 from ..exchange.shards import Ranks
 from ..ops.private import name_of_group
-from ..overlap.expert_parallel import Transport, check_prob_in, choose_exchange
+from ..overlap.expert_parallel import choose_exchange, require_no_weighted_sum
+from ..overlap.peer_memory import PeerMemory
 from .moe import GroupedExperts, MoE
 
 Gradients = Literal["mean", "sum"]
@@ -69,9 +70,9 @@ class ExpertParallel(ParallelStyle):
             and the caller sums the other gradients. Another module of experts takes "sum" alone: this style does not
             see how it reads its weights.
         transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole
-            graph. `Collectives` or `CopyEngines` of the mesh's group: the rows of a chunk of experts are sent during
-            the products of the chunks before. `PeerMemory`: kernels write rows to the other GPUs, and the host reads no
-            size. The bytes are the same. A MoE and its experts take a transport.
+            graph. A `PeerMemory` of the mesh's group, of GPUs of one host: kernels read and write rows of the other
+            GPUs during the products, and the host reads no size. The bytes are the same. A MoE and its experts take a
+            transport.
         deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
             `dispatch`. With a transport, and where a row is one replica (prob_in="input"), None alone.
 
@@ -89,7 +90,7 @@ class ExpertParallel(ParallelStyle):
         self,
         recipe: Recipe | str | None = None,
         gradients: Gradients = "mean",
-        transport: Transport | None = None,
+        transport: PeerMemory | None = None,
         deduplicate: Deduplicate = None,
     ) -> None:
         super().__init__()
@@ -180,7 +181,7 @@ class ExpertParallel(ParallelStyle):
             allowed = f"allowed: None for a {type(experts).__name__}; a MoE and its experts take a transport"
             fail(ValueError, op, "transport", repr(self.transport), allowed)
         if self.transport is not None and isinstance(module, MoE):
-            check_prob_in(op, "module", module.router_config.prob_in, self.transport)
+            require_no_weighted_sum(op, "module", module.router_config.prob_in)
         if self.deduplicate is not None and self.transport is not None:
             allowed = "allowed: None with a transport, which sends a row per replica to its final place"
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)

@@ -31,7 +31,7 @@ from ..ops.mx_tensor import dequantized
 from ..ops.private import exchange
 from ..products.forms.fold import Folded
 from ..products.weights import Cached, is_transpose
-from .local_experts import FFNExperts, InChunks
+from .local_experts import FFNExperts, LocalExperts
 from .peer_exchange import Layout, lay_out
 
 if TYPE_CHECKING:
@@ -223,7 +223,7 @@ def runs_on(device: torch.device) -> bool:
     )
 
 
-def takes(request: Request, found: InChunks, device: torch.device) -> bool:
+def takes(request: Request, found: LocalExperts, device: torch.device) -> bool:
     """Whether the device drives the exchange of a call; the same on all ranks."""
     experts, rows, dims = found.experts, request.rows, found.width
     if not isinstance(experts, FFNExperts) or not isinstance(rows, TokenReplicas) or not request.inside:
@@ -272,7 +272,7 @@ def run(
     return _device_ffn(x, probs, call, request.rows.order, request.counts, w1, w3, w2)
 
 
-def sizes_of(memory: "PeerMemory", request: Request, found: InChunks, capacity: int) -> Sizes:
+def sizes_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacity: int) -> Sizes:
     experts, w1, rows = found.experts, found.parameters[0], request.rows
     assert isinstance(experts, FFNExperts)
     assert isinstance(rows, TokenReplicas)

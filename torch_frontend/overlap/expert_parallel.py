@@ -3,13 +3,15 @@
     expert_parallel_mm     rows (M, K)  --> out (M, N), row i multiplied by the matrix of its expert, wherever it is
     expert_parallel_ffn    rows or TokenReplicas --> the experts' SwiGLU feed-forward
 
-They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`. Over a transport the exchanges are overlapped
-with the products, with the same bytes (schedule.py).
+They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`. Over memory of peers the bytes are the same:
+
+    PeerMemory.on_device --> device_exchange.py    the device drives the exchange, which overlaps with the products
+              .begin     --> peer_experts.py       all other calls: push, products, pull
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,51 +28,25 @@ from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
 from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
-from .device_exchange import DeviceCall
 from .device_exchange import run as run_on_device
-from .local_experts import FFN, MM, InChunks
-from .schedule import Overlap, RowExchange, overlapped
+from .local_experts import FFN, MM
+from .peer_experts import PeerCall
+from .peer_experts import run as run_over_peers
+from .peer_memory import PeerMemory
 
 
-class Transport(Protocol):
-    """Sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory`.
-
-    group: of the ranks. weighs_sums: it keeps the rows that the gradient of a weighted sum reads.
-    """
-
-    group: dist.ProcessGroup
-    weighs_sums: bool
-
-    @property
-    def config_key(self) -> str:
-        """What the ranks must agree on."""
-        ...
-
-    def begin(self, request: Request, width: int) -> RowExchange:
-        """The exchange of a request whose experts return rows of this width. An error on one rank raises on all, here
-        or in the forward of the exchange."""
-        ...
-
-    def on_device(self, request: Request, found: InChunks | None) -> DeviceCall | None:
-        """The same as `begin` where the device drives the exchange; else None."""
-        ...
-
-    def send_error_sentinel(self, ranks: Ranks) -> None: ...
-
-
-def check_prob_in(op: str, argument: str, prob_in: str, transport: Transport) -> None:
-    """Raise ValueError for the place of the probabilities whose gradient reads rows of the forward, unless the
-    transport keeps them."""
-    if prob_in == "combine" and not transport.weighs_sums:
-        name = type(transport).__name__
-        allowed = f"allowed: 'swiglu' or 'input' with {name}; the gradient of a weighted sum reads the rows again"
+def require_no_weighted_sum(op: str, argument: str, prob_in: str) -> None:
+    """Raise ValueError for the place of the probabilities whose gradient reads rows of the forward, which memory of
+    peers does not keep."""
+    if prob_in == "combine":
+        allowed = "allowed: 'swiglu' or 'input' with PeerMemory; the gradient of a weighted sum reads the rows again"
         fail(ValueError, op, argument, "prob_in='combine'", allowed)
 
 
 class Overlapped:
-    """An `Exchange` over a transport: `dispatch` moves nothing, and the experts exchange rows while they multiply."""
+    """An `Exchange` over memory of peers: `dispatch` moves nothing, the experts exchange their rows."""
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: PeerMemory) -> None:
         self.transport, self.group = transport, transport.group
 
     def dispatch(self, request: Request) -> tuple[Tensor, Tensor | None, "LocalTokens"]:
@@ -83,7 +59,7 @@ class Overlapped:
         self.transport.send_error_sentinel(ranks)
 
 
-def choose_exchange(transport: Transport | None, deduplicate: Deduplicate = None) -> Exchange:
+def choose_exchange(transport: PeerMemory | None, deduplicate: Deduplicate = None) -> Exchange:
     """The exchange of several ranks. transport: None is one exchange after the other. deduplicate: of `AllToAll`."""
     return AllToAll(deduplicate) if transport is None else Overlapped(transport)
 
@@ -93,7 +69,7 @@ class LocalTokens:
 
     counts: Tensor
 
-    def __init__(self, transport: Transport, request: Request) -> None:
+    def __init__(self, transport: PeerMemory, request: Request) -> None:
         self.transport, self.request = transport, request
 
     @property
@@ -112,7 +88,7 @@ class LocalTokens:
 
 
 def _run(
-    transport: Transport, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
+    transport: PeerMemory, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The result, and (E,) rows of all ranks per expert. x, probs: of the request, after hooks of the experts."""
     inside, found = request.inside and probs is not None, None
@@ -120,8 +96,8 @@ def _run(
     request = request.after_hooks(x, probs)._replace(also=also)
     try:
         if probs is not None and not inside:
-            check_prob_in(request.op, "prob_in", "combine", transport)
-        found = experts.in_chunks(request)
+            require_no_weighted_sum(request.op, "prob_in", "combine")
+        found = experts.local_experts(request)
     except (TypeError, ValueError) as error:
         request = request._replace(error=error)
     call = transport.on_device(request, found)
@@ -131,11 +107,11 @@ def _run(
     exchange = transport.begin(request, found.width if found else 0)
     assert found is not None
     assert request.out_dtype is not None
-    call = Overlap(exchange, request.recipe, found.experts, found.width, request.out_dtype, inside)
-    return overlapped(x, probs, call, *found.parameters), exchange.totals
+    call = PeerCall(exchange, request.recipe, found.experts, found.width, request.out_dtype)
+    return run_over_peers(call, x, probs, found.parameters), exchange.layout.totals
 
 
-# The host reads the counts, and the sent rows depend on the counts.
+# The kernels and the barriers of peers are not ops that Dynamo traces.
 _run_eagerly: Callable[..., Any] = torch.compiler.disable(_run)
 
 
@@ -147,12 +123,12 @@ def expert_parallel_mm(
     recipe: Recipe | str = "mxfp8",
     bias: Tensor | None = None,
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Transport | None = None,
+    transport: PeerMemory | None = None,
 ) -> Tensor:
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     The result and all gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for
-    the counts alone, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    the counts, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
 
     Args:
         rows: As in `dispatch`.
@@ -161,8 +137,7 @@ def expert_parallel_mm(
         recipe: As in `dispatch`.
         bias: Of this rank's experts, as in `grouped_mm`.
         group: As in `dispatch`.
-        transport: Sends rows during the products: `Collectives`, `CopyEngines` or `PeerMemory` of the group. None is
-            one exchange after the other, by all-to-alls.
+        transport: A `PeerMemory` of the group; None is one exchange after the other, by all-to-alls.
 
     Returns:
         (M, N) bfloat16, or of TokenReplicas (T, N), the sum over each token's replicas.
@@ -195,12 +170,12 @@ def expert_parallel_ffn(
     activation: SwiGLU = PLAIN,
     recipe: Recipe | str = "mxfp8",
     group: "str | dist.ProcessGroup | None" = None,
-    transport: Transport | None = None,
+    transport: PeerMemory | None = None,
 ) -> Tensor:
     """Compute the SwiGLU feed-forward of experts on the ranks of a group.
 
     The result is differentiable in rows, weights, biases and probs. It and all gradients have the same bytes as from
-    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts alone, over `PeerMemory` for nothing.
+    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts, over `PeerMemory` for nothing.
     All ranks need a gradient of the rows, or none does.
 
     Args:
@@ -243,13 +218,13 @@ def expert_parallel_ffn(
 
 
 def _over(
-    transport: Transport | None, group: "str | dist.ProcessGroup | None", request: Request, experts: FFN | MM
+    transport: PeerMemory | None, group: "str | dist.ProcessGroup | None", request: Request, experts: FFN | MM
 ) -> Tensor:
     """The result of a request over the ranks of a group."""
     name = name_of(request.op, "group", group)
     ranks = Ranks(name, degree_of(name), 0, "")
     request = request._replace(ranks=ranks)
-    request = request._replace(check=partial(experts.in_chunks, request))
+    request = request._replace(check=partial(experts.local_experts, request))
     exchange = choose_exchange(transport if ranks.degree > 1 else None)
     rows, prob, handle = exchange.dispatch(request)
     return exchange.combine(handle.layout.run(experts, rows, prob), handle, request)

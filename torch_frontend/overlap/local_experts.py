@@ -1,7 +1,7 @@
-"""What the experts of a rank compute, for all groups at once or a chunk of groups at a time.
+"""What the experts of a rank compute.
 
 FFN, MM --multiply--> rows (P, N)                                  after `dispatch`
-        --in_chunks--> FFNExperts, MMExperts, and parameters       for the schedule of schedule.py
+        --local_experts--> FFNExperts, MMExperts, and parameters   over memory of peers
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
-from ...core_kernels.policy.exchange import Chunk
 from ...core_kernels.policy.recipe import Recipe
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
 from ..exchange.process_groups import check_rows_to_send
 from ..ops.checks import check_bias, check_probs
-from ..ops.launch import at_address, check_devices
+from ..ops.launch import check_devices
 from ..products.ffn import (
     Bias,
     Biases,
@@ -30,9 +29,7 @@ from ..products.ffn import (
     ffn_call,
     ffn_forward,
     swiglu_ffn,
-    weight_operands,
 )
-from ..products.forms.form import WeightOperands
 from ..products.grouped_mm import MMBackward, MMCall, MMNeeds, grouped_mm, mm_forward
 from ..products.groups import GroupEnds, ends_of
 from ..products.products import ProductOptions
@@ -41,11 +38,8 @@ from ..products.weights import (
     Weights,
     check_weights,
     format_of,
-    outlives_forward,
-    quantize_for_call,
     values_and_cached,
 )
-from .schedule import Experts
 
 
 class FFNExperts(NamedTuple):
@@ -54,20 +48,13 @@ class FFNExperts(NamedTuple):
     call: FFNCall
     cached: tuple[Cached, ...]
 
-    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "FFNExperts":
-        weights: Any = parameters[:3]
-        if not self.call.options.form.quantizes:
-            return self
-        cached: Any = tuple(weight_operands(self._call(needs), weights, self.cached))
-        return self._replace(cached=cached)
-
     def forward(
-        self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool], out: Tensor | None,
+        self, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None], needs: Sequence[bool],
+        out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         weights: Any = parameters[:3]
-        cached = [_of_chunk(h, chunk) for h in self.cached]
-        return ffn_forward(self._call(needs), x, weights, prob, Biases._make(parameters[3:]), cached, group_ends, out)
+        biases = Biases._make(parameters[3:])
+        return ffn_forward(self._call(needs), x, weights, prob, biases, self.cached, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -85,20 +72,13 @@ class MMExperts(NamedTuple):
     call: MMCall
     cached: Cached
 
-    def quantized(self, parameters: Sequence[Tensor | None], needs: Sequence[bool]) -> "MMExperts":
-        w, form = parameters[0], self.call.options.form
-        assert w is not None
-        if not form.quantizes:
-            return self
-        return self._replace(cached=quantize_for_call(w, self.cached, form, needs[0] and outlives_forward(w)))
-
     def forward(
-        self, chunk: Chunk, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None],
-        needs: Sequence[bool], out: Tensor | None,
+        self, x: Tensor, prob: Tensor, group_ends: Tensor, parameters: Sequence[Tensor | None], needs: Sequence[bool],
+        out: Tensor | None,
     ) -> tuple[Tensor, tuple[Any, ...]]:  # fmt: skip
         w, bias = parameters
         assert w is not None
-        return mm_forward(self._call(needs), x, w, bias, _of_chunk(self.cached, chunk), group_ends, out)
+        return mm_forward(self._call(needs), x, w, bias, self.cached, group_ends, out)
 
     def backward(
         self, saved: tuple[Any, ...], dout: Tensor, dtypes: tuple[torch.dtype, ...], needs: Sequence[bool]
@@ -110,18 +90,10 @@ class MMExperts(NamedTuple):
         return self.call._replace(needs=MMNeeds(x, w, bias))
 
 
-def _of_chunk(cached: Cached, chunk: Chunk) -> Cached:
-    """The operands of a chunk's experts."""
-    if cached is None:
-        return None
-    cut = lambda part: at_address(part[chunk.first : chunk.last])  # noqa: E731
-    return WeightOperands._make(None if x is None else type(x)(*map(cut, x)) for x in cached)
+class LocalExperts(NamedTuple):
+    """Experts of this rank, their parameters, and the width of their rows."""
 
-
-class InChunks(NamedTuple):
-    """Experts that are multiplied in chunks, their parameters, and the width of their rows."""
-
-    experts: Experts
+    experts: FFNExperts | MMExperts
     parameters: Sequence[Tensor | None]
     width: int
 
@@ -142,7 +114,7 @@ class FFN(NamedTuple):
         ends = ends_of(self.op, group_ends, groups)
         return swiglu_ffn(self.op, groups, self.weights, ends, prob, self.biases, self.options)
 
-    def in_chunks(self, request: Request) -> InChunks:
+    def local_experts(self, request: Request) -> LocalExperts:
         """Raises unless the experts fit the request."""
         op, x = request.op, _checked(request)
         values, cached, biases = check_ffn_weights(op, "rows", x, self.weights, self.biases, self.options.recipe)
@@ -150,7 +122,7 @@ class FFN(NamedTuple):
         inside = request.inside and request.probs is not None
         options = self.options._replace(clear_rest=False)  # no transport reads a row past the last end
         call = ffn_call(op, values, x.device, inside, options)
-        return InChunks(FFNExperts(call, cached), (*values, *biases), values[2].shape[1])
+        return LocalExperts(FFNExperts(call, cached), (*values, *biases), values[2].shape[1])
 
 
 class MM(NamedTuple):
@@ -165,7 +137,7 @@ class MM(NamedTuple):
         assert prob is None
         return grouped_mm(groups, self.w, group_ends, recipe=self.recipe, bias=self.bias, pad_token_groups=False)
 
-    def in_chunks(self, request: Request) -> InChunks:
+    def local_experts(self, request: Request) -> LocalExperts:
         """Raises unless the experts fit the request."""
         op, x, (w, bias, recipe) = request.op, _checked(request), self
         check_weights(op, "w", w, format_of(recipe, x.device), recipe.rounding)
@@ -180,7 +152,7 @@ class MM(NamedTuple):
         bias = None if bias is None else check_bias(op, "bias", bias, groups, width, x.device)
         need_wgrad = torch.is_grad_enabled() and values.requires_grad
         call = MMCall(ProductOptions.of(recipe, x.device, False, need_wgrad), torch.bfloat16)
-        return InChunks(MMExperts(call, cached), (values, bias), width)
+        return LocalExperts(MMExperts(call, cached), (values, bias), width)
 
 
 def _checked(request: Request) -> Tensor:

@@ -1,17 +1,13 @@
-"""Expert parallelism through memory of peers: dispatch, experts and combine as one differentiable function, of which
-the host reads no size.
+"""Rows to the memory of peers and back, by Triton's kernels of core_kernels/peer.
 
-    forward     share counts | lay_out, push tokens | products of all experts | pull and sum rows
-    backward                   push gradients       | products of all experts | pull and sum rows, weight gradients
-                bars: barriers of the ranks in the stream (peer_memory.py)
+    tokens --push--> operand of the experts' ranks | tokens <--pull, sum-- rows in the memory of the experts' ranks
 
 A token is quantized once, and a kernel writes its bytes to the final row of each of its replicas, in the memory of the
-expert's rank. The operand is as long as the capacity of the memory; the end of each group is on the device. The result
-and all gradients have the same bytes as from `dispatch`, experts and `combine` without overlap.
+expert's rank. The operand is as long as the capacity of the memory; the end of each group is on the device.
+peer_experts.py has the order of the steps.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,19 +15,14 @@ from torch import Tensor
 
 from ...core_kernels.dispatch import facts
 from ...core_kernels.peer import plan
-from ...core_kernels.policy.exchange import Chunk
-from ...core_kernels.policy.recipe import Recipe
 from ..exchange.all_to_all import TokenReplicas
 from ..ops import direct as ops
 from ..ops.device import arch_of
 from ..ops.mx_tensor import MXTensor
-from .schedule import BF16, Rows
-from .transport import Part, Where
+from .rows import PROB, Part, Rows
 
 if TYPE_CHECKING:
     from .peer_memory import PeerMemory
-
-PROB = Part(1, torch.float32)
 
 
 class Layout(NamedTuple):
@@ -56,32 +47,13 @@ class _Maps(NamedTuple):
 
 
 class PeerExchange:
-    """One call: a `RowExchange`. inverse, top_k: of TokenReplicas, or None and 1."""
+    """Rows of one call. inverse, top_k: of TokenReplicas, or None and 1."""
 
     def __init__(self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas) -> None:
-        self.memory, self.layout, self.totals = memory, layout, layout.totals
+        self.memory, self.layout = memory, layout
         self.inverse, self.top_k = None, 1
         if isinstance(rows, TokenReplicas):
             self.inverse, self.top_k = rows.inverse, rows.top_k
-
-    @contextmanager
-    def forward(self, x: Tensor, weights: Tensor | None, there: Rows, home: Rows) -> Iterator["_Pass"]:
-        with self.memory.uninterrupted():
-            operand, prob = self.push(x, there, weights)
-            yield _Pass(self, operand, prob, home, home.parts)
-
-    @contextmanager
-    def backward(
-        self, dy: Tensor, weighted: tuple[Tensor, Tensor] | None, there: Rows, home: Rows, needs: tuple[bool, bool]
-    ) -> Iterator["_Pass"]:
-        assert weighted is None
-        with self.memory.uninterrupted():
-            self.memory.barrier()
-            operand, _ = self.push(dy.to(BF16), there, None)
-            del dy
-            exchange_pass = _Pass(self, operand, None, home, [*home.parts, PROB])
-            exchange_pass.depart()
-            yield exchange_pass
 
     def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
         """Write rows (T, K) to their offsets on all ranks, and weights (T, top_k) with the rows. Returns this rank's
@@ -153,6 +125,10 @@ class PeerExchange:
         assert buffer is not None
         return _Maps(positions if self.inverse is None else self.inverse, positions, buffer.addresses)
 
+    def views_home(self, parts: Sequence[Part]) -> tuple[Tensor, ...]:
+        """This rank's memory for the rows of its experts, which the ranks of the tokens pull."""
+        return self.memory.views("tokens", self.layout.capacity, parts)
+
     def clone_if_in_buffer(self, value: Any) -> Any:
         """What the backward reads, with memory of its own."""
         if isinstance(value, MXTensor):
@@ -161,54 +137,6 @@ class PeerExchange:
             items = map(self.clone_if_in_buffer, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value.clone() if isinstance(value, Tensor) and self.memory.holds(value) else value
-
-
-class _Pass:
-    """All experts are one chunk. parts: of the rows sent back, and further parts sent with the rows."""
-
-    def __init__(self, of: PeerExchange, rows: Tensor, prob: Tensor | None, home: Rows, parts: list[Part]) -> None:
-        self.of, self.of_home, self.parts, self.operand = of, home, parts, (rows, prob)
-        self.chunks = (Chunk(0, of.layout.group_ends.shape[0], 0, of.layout.capacity),)
-
-    def depart(self) -> None:
-        self.of.memory.barrier()
-
-    def ends(self) -> list[Tensor]:
-        return [self.of.layout.group_ends]
-
-    def operands(self, chunk: int) -> tuple[Tensor, Tensor | None]:
-        return self.operand
-
-    def return_buffer(self, chunk: int) -> tuple[Tensor, ...]:
-        return self.of.memory.views("tokens", self.of.layout.capacity, self.parts)
-
-    def clone_if_in_buffer(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self.of.clone_if_in_buffer(state)
-
-    def send_back(self, chunk: int) -> None:
-        self.of.memory.barrier()
-
-    def sums(self, out_dtype: torch.dtype, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-        y = self.of.pull(self.of_home, self.parts, out_dtype)
-        return y, y
-
-    def gradients(
-        self, needs: tuple[bool, bool], beside: Callable[[], list[Tensor | None]]
-    ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-        need_x, need_prob = needs
-        dx = self.of.pull(self.of_home, self.parts, self.of_home.dtype) if need_x else None
-        dprobs = self.of.pull_weights(self.parts) if need_prob else None
-        return dx, dprobs, beside()
-
-
-def list_transfer_parts(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
-    """The most parts that each transfer of a call sends: rows (.., dim) to the experts, (.., width) back."""
-    return [
-        ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
-        ("experts", Rows.of(recipe, "combine_grad", width, BF16).parts),
-        ("tokens", Rows.of(recipe, "combine", width, BF16).parts),
-        ("tokens", [*Rows.of(recipe, "dispatch_grad", dim, dtype).parts, PROB]),
-    ]
 
 
 def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:

@@ -16,7 +16,7 @@ it after all its reads of the direction before, of operands and of rows of its p
 own. At least the second barrier of a direction separates the kernel that reads counts from the next kernel that writes
 them.
 
-peer_exchange.py runs these steps, device_exchange.py others that overlap with the products, where the kernels take the
+peer_experts.py runs these steps, device_exchange.py others that overlap with the products, where the kernels take the
 call. The kernels are in core_kernels/peer.
 """
 
@@ -38,19 +38,21 @@ from ...core_kernels.peer import plan
 from ...core_kernels.peer.schedule import Memory
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
-from ..exchange.process_groups import can_compare, compare_calls, key_of, table_of_ranks
+from ..exchange.process_groups import can_compare, compare_calls, key_of, name_of, table_of_ranks
 from ..exchange.shards import Ranks
 from ..ops.checks import check_int, check_positive
 from ..ops.launch import check_devices
+from ..ops.private import group_named
 from . import device_exchange
 from .device_exchange import DeviceCall
-from .local_experts import FFNExperts, InChunks
-from .peer_exchange import PeerExchange, lay_out, list_transfer_parts
+from .local_experts import FFNExperts, LocalExperts
+from .peer_exchange import PeerExchange, lay_out
+from .rows import ALIGNMENT, Part, Where, list_transfer_parts, offsets_of, views_of
 from .symmetric import Shared, barrier, has_shared_memory, shared_memory
-from .transport import ALIGNMENT, TIMEOUT, Part, Where, find_group, offsets_of, to_milliseconds, views_of
 
 OP = "PeerMemory"
 WIDTH = 1024
+TIMEOUT = timedelta(minutes=10)
 WHERE: tuple[Where, Where] = ("experts", "tokens")
 
 
@@ -111,16 +113,16 @@ class PeerMemory:
             if rows is not None:
                 fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
         check_int(OP, "width", width, 1)
-        self.timeout_ms = to_milliseconds(OP, timeout)
+        self.timeout_ms = _to_milliseconds(timeout)
         if got := _missing():
-            fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; Collectives work everywhere")
-        self.group = find_group(OP, group)
+            fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; other groups take no transport")
+        self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
         self.rows, self.capacity_factor, self.width = rows, capacity_factor, width
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
-            fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else Collectives")
+            fail(ValueError, OP, "group", f"ranks on {sorted(set(hosts))}", "allowed: one host; else no transport")
         self.kernels = import_module(plan.__name__.replace(".plan", ".kernel"))
         self.device = _device()
         self.worst = torch.zeros((self.ranks, 2), dtype=torch.int32, device=self.device)
@@ -131,7 +133,6 @@ class PeerMemory:
         self.of_graphs: list[MappedBuffer] = []
         self.side = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self.programs: dict[Any, Any] = {}
-        self.weighs_sums = False
 
     @property
     def config_key(self) -> str:
@@ -143,14 +144,14 @@ class PeerMemory:
         parts = list_transfer_parts(recipe, x.shape[1], x.dtype, width) if request.error is None else []
 
         def needs(capacity: int) -> list[int]:
-            return [max(offsets_of([capacity], p)[-1] for at, p in parts if at == where) for where in WHERE]
+            return [max(offsets_of(capacity, p)[-1] for at, p in parts if at == where) for where in WHERE]
 
         rows, num_rows, capacity = self._reserve_for(request, needs)
         with torch.no_grad(), self.uninterrupted():
             layout = lay_out(self, request.counts, num_rows, capacity, recipe.alignment)
         return PeerExchange(self, layout, rows)
 
-    def on_device(self, request: Request, found: InChunks | None) -> DeviceCall | None:
+    def on_device(self, request: Request, found: LocalExperts | None) -> DeviceCall | None:
         """The call whose exchange the device drives, with memory for it; None where another exchange has to run."""
         if request.error is not None or found is None or not device_exchange.takes(request, found, self.device):
             return None
@@ -309,7 +310,7 @@ class PeerMemory:
         """The first byte of each part of a transfer of `capacity` rows, in the memory of every rank."""
         assert self.buffer is not None
         first = self.buffer.starts[1 + WHERE.index(where)]
-        return [first + at for at in offsets_of([capacity], parts)[:-1]]
+        return [first + at for at in offsets_of(capacity, parts)[:-1]]
 
     def views(self, where: Where, capacity: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
         """The parts of a transfer in this rank's memory."""
@@ -334,6 +335,21 @@ class PeerMemory:
             with self._on_device():
                 function = getattr(self.kernels, f"{kernel}_kernel")
                 function[(programs,)](*args, **constexprs, enable_fp_fusion=False)
+
+
+def _find_group(group: "str | dist.ProcessGroup | None") -> dist.ProcessGroup:
+    """The process group; raises TypeError and ValueError if there is none."""
+    name = name_of(OP, "group", group)
+    if not name:
+        fail(ValueError, OP, "group", repr(group), "allowed: a process group; call init_process_group before")
+    return group_named(name)
+
+
+def _to_milliseconds(timeout: timedelta) -> int:
+    """The limit of a wait on a GPU; raises ValueError unless it is a timedelta of a millisecond or more."""
+    if not isinstance(timeout, timedelta) or timeout < timedelta(milliseconds=1):
+        fail(ValueError, OP, "timeout", repr(timeout), "allowed: a timedelta of a millisecond or more")
+    return int(timeout / timedelta(milliseconds=1))
 
 
 def _missing() -> str:

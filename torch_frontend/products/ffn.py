@@ -217,12 +217,12 @@ class FFNBackward:
             rows, gate.along_k, up.along_k, self.group_ends, BF16, b1, b3, self.call.clear_rest
         )  # fmt: skip
 
-    def down(self, out: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of w2, written to `out` if there is one, and of b2."""
+    def down(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of w2 and of b2."""
         dw2, db2 = None, None
         if self.call.needs.w2:
             hidden, ends = self.steps.hidden_tokens(), self.steps.groups.ends
-            dw2 = self.form.wgrad(self.dout_tokens, hidden, ends, self.dtypes[3], out)
+            dw2 = self.form.wgrad(self.dout_tokens, hidden, ends, self.dtypes[3])
         del self.dout_tokens
         if self.call.needs.b2:
             db2 = bias_gradient(self.given, self.group_ends, self.prob if self.call.weighted else None)
@@ -253,22 +253,22 @@ class FFNBackward:
         del self.dout, self.w2
         return self.form.mm(rows, w2, self.group_ends, BF16, clear_rest=self.call.clear_rest)
 
-    def gate_and_up(self, out: Sequence[Tensor | None] = (None, None)) -> tuple[Tensor | None, ...]:
-        """Gradients of w1 and w3, written to `out` where there is one, of b1 and b3; after `inputs`."""
+    def gate_and_up(self) -> tuple[Tensor | None, ...]:
+        """Gradients of w1 and w3, of b1 and b3; after `inputs`."""
         needs, groups = self.call.needs, self.steps.groups
         x = self.steps.tokens(self.x) if needs.w1 or needs.w3 else None
         del self.steps.glu, self.x
         douts = self.gate_tokens if needs.w1 else None, self.up_tokens if needs.w3 else None
-        dw1, dw3 = self.form.wgrad_pair(douts, x, groups.ends, self.dtypes[1:3], out)
+        dw1, dw3 = self.form.wgrad_pair(douts, x, groups.ends, self.dtypes[1:3])
         dgate, dup = self.values
         db1 = bias_gradient(dgate, self.group_ends) if needs.b1 and dgate is not None else None
         db3 = bias_gradient(dup, self.group_ends) if needs.b3 and dup is not None else None
         return dw1, dw3, db1, db3
 
-    def weights(self, out: Sequence[Tensor | None] = (None, None, None)) -> tuple[Tensor | None, ...]:
-        """Gradients of w1, w3 and w2, written to `out` where there is one, of b1, b3 and b2; after `inputs`."""
-        dw2, db2 = self.down(out[2])
-        dw1, dw3, db1, db3 = self.gate_and_up(out[:2])
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """Gradients of w1, w3 and w2, of b1, b3 and b2; after `inputs`."""
+        dw2, db2 = self.down()
+        dw1, dw3, db1, db3 = self.gate_and_up()
         return dw1, dw3, dw2, db1, db3, db2
 
 

@@ -12,7 +12,6 @@ read of x produces: half of the memory of bf16.
 """
 
 import warnings
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -116,16 +115,16 @@ class MMBackward:
         rows = self.form.rows(self.rows, self.group_ends)
         return self.form.mm(rows, w_n, self.group_ends, self.dtypes[0], out=out, clear_rest=True), None
 
-    def weights(self, out: Sequence[Tensor | None] = (None,)) -> tuple[Tensor | None, ...]:
-        """The gradients of w, written to the first of `out` if there is one, and of bias."""
-        needs, dw, buffer = self.call.needs, None, out[0]
+    def weights(self) -> tuple[Tensor | None, ...]:
+        """The gradients of w and of bias."""
+        needs, dw = self.call.needs, None
         if needs.w:
             groups = self.call.options.token_groups(self.group_ends, self.dout.shape[0])
             dout, x = self.form.tokens(self.tokens, groups), self.form.tokens(self.x, groups)
             if self.call.transposed:  # in memory as the weights are
-                dw = self.form.wgrad(x, dout, groups.ends, self.dtypes[1], None if buffer is None else buffer.mT).mT
+                dw = self.form.wgrad(x, dout, groups.ends, self.dtypes[1]).mT
             else:
-                dw = self.form.wgrad(dout, x, groups.ends, self.dtypes[1], buffer)
+                dw = self.form.wgrad(dout, x, groups.ends, self.dtypes[1])
         return dw, bias_gradient(self.dout, self.group_ends) if needs.bias else None
 
 

@@ -1,4 +1,4 @@
-"""The layers of layers.RANKED in PyTorch, on two processes over gloo: without a transport, and by Collectives.
+"""The layers of layers.RANKED in PyTorch, on two processes over gloo: without a transport.
 
 The hash of a result is the hash of the ranks' hashes, in order. Only rank 0 has it.
 """
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, ExpertParallel
+from mxep.torch_frontend import ExpertParallel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -51,16 +51,13 @@ def end() -> None:
 
 
 def cases() -> dict[str, Case]:
-    runs = {f"torch ranks {name}": (ranked, False) for name, ranked in RANKED.items()}
-    runs |= {f"{name} overlapped": (ranked, True) for name, (ranked, _) in runs.items() if ranked.deduplicate is None}
-    return {name: Case("cpu_products", partial(entry, *run)) for name, run in runs.items()}
+    return {f"torch ranks {name}": Case("cpu_products", partial(entry, ranked)) for name, ranked in RANKED.items()}
 
 
-def entry(ranked: RankedLayer, overlapped: bool) -> Entry:
+def entry(ranked: RankedLayer) -> Entry:
     layer, mesh = ranked.layer, init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
-    transport = Collectives(mesh.get_group(), chunk_bytes=1) if overlapped else None
     moe = module(layer)
-    parallelize_module(moe, mesh, ExpertParallel(transport=transport, deduplicate=ranked.deduplicate))
+    parallelize_module(moe, mesh, ExpertParallel(deduplicate=ranked.deduplicate))
     x, dy = (to_torch(value[PARTS[dist.get_rank()]]) for value in (layer.x, layer.dy))
     found = {}
     for name, value in results(moe, x, dy).items():

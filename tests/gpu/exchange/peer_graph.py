@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import torch
 from mxep.torch_frontend import ExpertParallel, MoE, PeerMemory, RouterConfig
-from mxep.torch_frontend.overlap.expert_parallel import Transport
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,7 +13,7 @@ TOKENS, DIM, HIDDEN, LOCAL, TOP_K = 500, 256, 384, 4, 3
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp", "bf16")
 
 
-def layer(mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> MoE:
+def layer(mesh: DeviceMesh, carrier: PeerMemory | None, recipe: str) -> MoE:
     torch.manual_seed(0)
     moe = MoE(DIM, HIDDEN, LOCAL * mesh.size(), RouterConfig(TOP_K), recipe=recipe, dtype=torch.bfloat16, device="cuda")
     parallelize_module(moe, mesh, ExpertParallel(transport=carrier))

@@ -1,12 +1,10 @@
-"""Checks of expert parallelism in training over NCCL, and of every transport, one process per GPU. test_ranks.py runs
+"""Checks of expert parallelism in training over NCCL, and over PeerMemory, one process per GPU. test_ranks.py runs
 each as a test; without pytest
 
 torchrun --standalone --nproc-per-node N -m tests.gpu.exchange.ranks [WORDS]      WORDS: of the names of checks to run
-torchrun --standalone --nproc-per-node N -m tests.gpu.exchange.ranks alone NAME   rank 0 gets an error while rows move
+torchrun --standalone --nproc-per-node N -m tests.gpu.exchange.ranks alone   rank 0 gets an error while the others wait
 
-Rank 0 prints the name of each check before it starts. `alone` ends the processes; NAME is a transport. Over Collectives
-the watchdog of NCCL ends the other ranks, without a word of theirs: it frees the kernels that wait before it ends the
-process, which goes on in between.
+Rank 0 prints the name of each check before it starts. `alone` ends the processes.
 """
 
 import os
@@ -19,15 +17,15 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, CopyEngines, PeerMemory
+from mxep.torch_frontend import PeerMemory
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from ...contracts.table import ON_GPUS, allowed, name_of, pairwise
 from ...contracts.torch_layers import contracts_of_ranks
-from ...torch_frontend.exchange import ep_replicas, ep_skips
+from ...torch_frontend.exchange import ep_replicas
 from ...torch_frontend.layer import ep_training
-from ...torch_frontend.overlap import ep_device, ep_overlap, ep_peers
+from ...torch_frontend.overlap import ep_device, ep_overlap, ep_peers, ep_skips
 from . import device_graph, peer_graph
 
 PROGRAMS = (
@@ -63,16 +61,6 @@ def training(ranks: int) -> dict[str, Check]:
     }
 
 
-@cache
-def poisoned() -> Collectives:
-    return ep_overlap.Poisoned(world().get_group())
-
-
-@cache
-def copy_engines() -> CopyEngines:
-    return CopyEngines(world().get_group(), chunk_bytes=1)
-
-
 def opened(rows: int | None, **options: Any) -> PeerMemory:
     return PeerMemory(world().get_group(), rows, timeout=LIMIT, **options)
 
@@ -87,13 +75,10 @@ def growing_memory() -> PeerMemory:
     return opened(None)
 
 
-CARRIERS = {"Collectives": poisoned, "CopyEngines": copy_engines, "PeerMemory": growing_memory}
-
-
 def contracts() -> dict[str, Check]:
     """Of docs/determinism.md: the pairs of the table. One process: tests/gpu/layer/test_contracts.py."""
     rows = [row for row in pairwise(ON_GPUS, allowed) if row["exchange"] != "one process"]
-    return {name_of(row): lambda row=row: contracts_of_ranks(row, world(), CARRIERS) for row in rows}
+    return {name_of(row): lambda row=row: contracts_of_ranks(row, world(), growing_memory) for row in rows}
 
 
 def over(transport: Callable[[], Any], of: dict[str, Callable[[Any], None]]) -> dict[str, Check]:
@@ -105,11 +90,8 @@ def checks(ranks: int) -> dict[str, Check]:
     groups = {f"{ranks} ranks": training(ranks)}
     if ranks > 1:
         groups["contracts"] = contracts()
-        for name, transport in (("Poisoned", poisoned), ("CopyEngines", copy_engines)):
-            skips = ep_skips.of_a_transport(world, transport, ep_skips.E // ranks)
-            groups[name] = over(transport, ep_overlap.CHECKS) | skips
         of_memory = ep_peers.checks(world, opened) | peer_graph.checks(world, opened)
-        groups["PeerMemory"] = over(peer_memory, ep_overlap.checks("swiglu")) | of_memory
+        groups["PeerMemory"] = over(peer_memory, ep_overlap.CHECKS) | of_memory
         of_device = ep_device.checks(world, opened, lambda: opened(None)) | device_graph.checks(world, opened)
         groups["driven by the device"] = of_device
     return {
@@ -122,33 +104,26 @@ def synchronized(check: Check) -> None:
     torch.cuda.synchronize()  # an error of the GPU belongs to this check
 
 
-def alone(mesh: DeviceMesh, name: str) -> NoReturn:
-    """Rank 0 gets an error in a chunk and stays away; the GPUs of the others end their wait for it with an error."""
+def alone(mesh: DeviceMesh) -> NoReturn:
+    """Rank 0 gets an error and stays away; the GPUs of the others end their wait for it with an error."""
     group, rank, limit = mesh.get_group(), mesh.get_local_rank(), timedelta(seconds=10)
-    transports = {
-        "CopyEngines": lambda: CopyEngines(group, chunk_bytes=1, timeout=limit),
-        "PeerMemory": lambda: PeerMemory(group, 4096, timeout=limit),
-        "Collectives": lambda: Collectives(group, chunk_bytes=1),
-    }
-    layer = ep_skips.layer(mesh, transports[name]())
+    layer = ep_skips.layer(mesh, PeerMemory(group, 4096, timeout=limit))
     ep_skips.step(layer, 0, rank)
     torch.cuda.synchronize()
     start, end = time.monotonic(), "no error"
     try:
         if rank == 0:
-            with ep_skips.failing("forward", 0):
+            with ep_skips.failing("forward"):
                 ep_skips.step(layer, 1, rank)
         else:
             ep_skips.step(layer, 1, rank)
             torch.cuda.synchronize()
-            if name == "Collectives":
-                time.sleep(120)
     except RuntimeError as error:
         end = f"{type(error).__name__}: {error}".splitlines()[0]
     seconds = time.monotonic() - start
     right = end == "Skipped: no memory in the forward" if rank == 0 else "CUDA error" in end
     verdict = "ended as it should" if right and seconds < 60 else "WRONG"
-    print(f"alone: {name}: rank {rank} {verdict} after {seconds:.1f} s: {end}", flush=True)
+    print(f"alone: rank {rank} {verdict} after {seconds:.1f} s: {end}", flush=True)
     if rank == 0:
         time.sleep(60)  # a process that ends would end the others, by the launcher
     os._exit(0)
@@ -156,9 +131,9 @@ def alone(mesh: DeviceMesh, name: str) -> NoReturn:
 
 def main(words: str) -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", timeout=timedelta(seconds=20) if words.startswith("alone ") else LIMIT)
-    if words.startswith("alone "):
-        alone(world(), words.removeprefix("alone "))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=20) if words == "alone" else LIMIT)
+    if words == "alone":
+        alone(world())
     chosen = {name: check for name, check in checks(dist.get_world_size()).items() if words in name}
     for name, check in chosen.items():
         if dist.get_rank() == 0:

@@ -64,7 +64,6 @@ CASES = {
     "pull rows mx": pull(F32, 160, False, True, True),
     "pull slots": pull(BF16, K, True, False, False, slots=True, **COPIES),
     "pull 32": pull(BF16, 32, True, True, False),
-    "wait": Case("wait", ("i64", "i32", "i32"), {}, ("ld.global.sys.acquire.b32", "%globaltimer", "trap;")),
     **{
         f"pull_weights{' slots' if slots else ''}": Case(
             "pull_weights", (I32, I64, I64, "i32", "i64", F32), {"BLOCK_M": 256, "SLOTS": slots}

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, ExpertParallel, MoE, RouterConfig
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig
 from mxep.torch_frontend.exchange import shards
-from mxep.torch_frontend.overlap import collectives, local_experts
+from mxep.torch_frontend.overlap import local_experts
 from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
 from mxep.torch_frontend.products import ffn
 from torch import Tensor
@@ -31,7 +31,7 @@ RANKS, VICTIM, LIMIT = 3, 1, 5
 D, F, E, TOP_K, TOKENS = 64, 32, 6, 2, 24
 BEFORE, BACKWARD, EXPERTS, GRADIENTS = "before", "backward", "experts", "gradients of experts"
 REDUCE = "all-reduce of the router's gradient"
-EXCHANGE, SENT, CHUNK, CHUNK_WAIT = "all-to-all", "wait for rows", "chunk", "wait for a chunk"
+EXCHANGE, SENT = "all-to-all", "wait for rows"
 
 
 def all_to_alls(before: int) -> list[str]:
@@ -40,16 +40,10 @@ def all_to_alls(before: int) -> list[str]:
     return [BEFORE, *one * before, EXPERTS, *one, BACKWARD, *one, GRADIENTS, *one * 2, REDUCE]
 
 
-def chunks(experts: str) -> list[str]:
-    """Two chunks there, the experts of each, and back."""
-    return [CHUNK] * 2 + [CHUNK_WAIT, experts, CHUNK] * 2 + [CHUNK_WAIT] * 2
-
-
 PHASES = {
     "AllToAll": all_to_alls(3),
     "AllToAll dispatch": all_to_alls(4),
     "AllToAll both": all_to_alls(4),
-    "Collectives": [BEFORE, EXCHANGE, SENT, *chunks(EXPERTS), BACKWARD, *chunks(GRADIENTS), REDUCE],
     "function": [BEFORE],
 }
 Layer = Callable[[Tensor], Tensor]
@@ -114,8 +108,6 @@ def begin(rank: int) -> None:
 
     dist.all_to_all_single = all_to_all_single
     watch(shards, "all_reduce", REDUCE)
-    watch(dist, "batch_isend_irecv", CHUNK)
-    watch(collectives._Batches, "wait", CHUNK_WAIT)
     for owner in (ffn, local_experts):
         watch(owner, "ffn_forward", EXPERTS)
     watch(ffn.FFNBackward, "__init__", GRADIENTS)
@@ -124,12 +116,11 @@ def begin(rank: int) -> None:
 def layer(exchange: str) -> Layer:
     """The function does not know the number of experts: its ranks compare sizes before they exchange counts."""
     group = limited_group()
-    transport = Collectives(group, chunk_bytes=1) if exchange == "Collectives" else None
     deduplicate: Any = exchange.partition(" ")[2] or None
     if exchange == "function":
         w, counts = torch.ones(E // RANKS, F, D), torch.full((E,), TOKENS // E)
         return lambda x: expert_parallel_mm(x, w, counts, group=group)
-    return sharded(ExpertParallel(transport=transport, deduplicate=deduplicate), group)
+    return sharded(ExpertParallel(deduplicate=deduplicate), group)
 
 
 def limited_group() -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, ExpertParallel, MoE, RouterConfig
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig
 from mxep.torch_frontend.products import ffn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +29,7 @@ RANKS, LIMIT = 2, 10
 D, F, E, TOP_K, TOKENS = 256, 512, 8, 2, 512
 MIB = 2**20
 NO_LIMIT = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-EXCHANGES = {"AllToAll": None, "AllToAll dispatch": "dispatch", "AllToAll both": "both", "Collectives": None}
+EXCHANGES = {"AllToAll": None, "AllToAll dispatch": "dispatch", "AllToAll both": "both"}
 ALLOCATOR = "can't allocate memory"
 
 
@@ -115,9 +115,8 @@ def exchanges(exchange: str, who: str) -> list[tuple[float, str]]:
     """The seconds and the end of three steps, the second without memory on all ranks, which skip it; or of two steps:
     one rank alone ends its process, as its next collective would meet the others in another one."""
     rank, mesh, found = dist.get_rank(), init_device_mesh("cpu", (RANKS,)), []
-    transport = Collectives(mesh.get_group(), chunk_bytes=1) if exchange == "Collectives" else None
     torch.manual_seed(0)
-    style: Any = ExpertParallel(transport=transport, deduplicate=EXCHANGES[exchange])
+    style: Any = ExpertParallel(deduplicate=EXCHANGES[exchange])
     moe: Any = parallelize_module(MoE(D, F, E, RouterConfig(TOP_K)), mesh, style)
     want = step(moe, rank)
     for number in range(3 if who == "all" else 2):

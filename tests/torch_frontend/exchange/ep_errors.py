@@ -16,9 +16,7 @@ import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.core_kernels.swiglu.activation import SwiGLU
 from mxep.torch_frontend import (
-    Collectives,
     ExpertParallel,
-    GroupedExperts,
     MoE,
     MXTensor,
     RouterConfig,
@@ -126,28 +124,26 @@ def ranks_of_a_layer_that_differ() -> None:
         moe, first = layer(deduplicate=how), chosen[:, :1].contiguous()
         differs(moe, "top_k", 1, 2, *((first, weights[:, :1]) if RANK == 0 else (chosen, weights)))
         assert moe(x, first, weights[:, :1])[0].isfinite().all()
-    styles: list[dict[str, Any]] = [{}, {"transport": Collectives(mesh.get_group(), chunk_bytes=1)}]
-    for style in styles:
-        moe = layer(**style)
-        # A row per replica takes any number of experts per token.
-        assert moe(x, *((chosen[:, :1], weights[:, :1]) if RANK == 0 else (chosen, weights)))[0].isfinite().all()
-        differs(moe, "routing", "the caller", "the router", *((chosen, weights) if RANK == 0 else ()))
-        if RANK == 0:
-            moe.router_config = replace(moe.router_config, prob_in="combine")
-        differs(moe, "prob_in", "combine", "swiglu")
-        moe.router_config = replace(moe.router_config, prob_in="swiglu")
-        if RANK == 0:
-            moe.experts.recipe = RECIPES["bf16"]
-        raises("dispatch: recipe: got name='mxfp8'", "dispatch: recipe: got name='bf16'", lambda moe=moe: moe(x))
-        moe.experts.recipe = RECIPES["mxfp8"]
-        moe.router.weight.requires_grad_(RANK == 1)
-        everything = "router.weight, router.bias, experts.w1, experts.w2, experts.w3"
-        differs(moe, "parameters", everything.removeprefix("router.weight, "), everything)
-        moe.router.weight.requires_grad_()
-        bias, moe.router.bias = moe.router.bias, None if RANK == 0 else moe.router.bias
-        differs(moe, "router.bias", False, True)
-        moe.router.bias = bias
-        moe(x)[0].sum().backward()
+    moe = layer()
+    # A row per replica takes any number of experts per token.
+    assert moe(x, *((chosen[:, :1], weights[:, :1]) if RANK == 0 else (chosen, weights)))[0].isfinite().all()
+    differs(moe, "routing", "the caller", "the router", *((chosen, weights) if RANK == 0 else ()))
+    if RANK == 0:
+        moe.router_config = replace(moe.router_config, prob_in="combine")
+    differs(moe, "prob_in", "combine", "swiglu")
+    moe.router_config = replace(moe.router_config, prob_in="swiglu")
+    if RANK == 0:
+        moe.experts.recipe = RECIPES["bf16"]
+    raises("dispatch: recipe: got name='mxfp8'", "dispatch: recipe: got name='bf16'", lambda moe=moe: moe(x))
+    moe.experts.recipe = RECIPES["mxfp8"]
+    moe.router.weight.requires_grad_(RANK == 1)
+    everything = "router.weight, router.bias, experts.w1, experts.w2, experts.w3"
+    differs(moe, "parameters", everything.removeprefix("router.weight, "), everything)
+    moe.router.weight.requires_grad_()
+    bias, moe.router.bias = moe.router.bias, None if RANK == 0 else moe.router.bias
+    differs(moe, "router.bias", False, True)
+    moe.router.bias = bias
+    moe(x)[0].sum().backward()
 
 
 def experts_that_nobody_agreed_on() -> None:
@@ -240,11 +236,6 @@ class Experts(nn.Module):
         return groups.dequantize()
 
 
-class OwnForward(GroupedExperts):
-    def forward(self, *args: Any) -> Tensor:
-        return super().forward(*args)
-
-
 def bad_arguments_of_parallel_experts() -> None:
     mesh, style = init_device_mesh(DEVICE.type, (RANKS,), mesh_dim_names=("ep",)), ExpertParallel(gradients="sum")
     for module, told in (
@@ -279,29 +270,14 @@ def bad_arguments_of_parallel_experts() -> None:
     ):
         mine = MoE(D, 96, E, **layer_options(1, **{option: ours if RANK == 0 else theirs}))  # type: ignore[arg-type]
         raises(of_theirs, of_ours, lambda mine=mine: parallelize_module(mine, mesh, ExpertParallel()))
-    transports = Collectives(mesh.get_group()), Collectives(mesh.get_group(), chunk_bytes=1)
-    for ours, theirs in ((transports[0], None), transports):
-        shown = ["None" if t is None else f"Collectives(chunk_bytes={t.chunk_bytes})" for t in (theirs, ours)]
-        style = ExpertParallel(transport=ours if RANK == 0 else theirs)
-        raises(*(f"transport: got {t} on rank" for t in shown),
-               lambda style=style: parallelize_module(MoE(D, 96, E, RouterConfig(1)), mesh, style))  # fmt: skip
     style = ExpertParallel(deduplicate="both" if RANK == 0 else "dispatch")
     raises("deduplicate: got dispatch on rank 1", "deduplicate: got both on rank 0",
            lambda: parallelize_module(MoE(D, 96, E, RouterConfig(1)), mesh, style))  # fmt: skip
-    for words, module, options in (
-        (
-            "got 'dispatch'; allowed: None with a transport",
-            MoE(D, 96, E, RouterConfig(1)),
-            {"transport": transports[0]},
-        ),
-        ("got 'dispatch'; allowed: None with prob_in='input'", MoE(D, 96, E, RouterConfig(1, prob_in="input")), {}),
+    moe = MoE(D, 96, E, RouterConfig(1, prob_in="input"))
+    with pytest.raises(
+        ValueError, match="ExpertParallel: deduplicate: got 'dispatch'; allowed: None with prob_in='input'"
     ):
-        with pytest.raises(ValueError, match=f"ExpertParallel: deduplicate: {words}"):
-            parallelize_module(module, mesh, ExpertParallel(deduplicate="dispatch", **options))
-    moe = parallelize_module(MoE(D, 96, E, RouterConfig(1)).to(DEVICE), mesh, ExpertParallel(transport=transports[0]))
-    moe.experts.__class__ = OwnForward
-    with pytest.raises(TypeError, match="MoE: experts: got a forward of their own; allowed: the forward of GroupedEx"):
-        moe(X)
+        parallelize_module(moe, mesh, ExpertParallel(deduplicate="dispatch"))
     with pytest.raises(ValueError, match=r"deduplicate: got 'twice'; allowed: None, 'dispatch', 'both'"):
         ExpertParallel(deduplicate="twice")  # type: ignore[arg-type]
     once = parallelize_module(MoE(D, 96, E, RouterConfig(2)).to(DEVICE), mesh, ExpertParallel(deduplicate="dispatch"))
@@ -341,9 +317,6 @@ def bad_arguments_of_overlapped_experts() -> None:
         arguments = {"rows": X, "w": w, "counts": COUNTS, "group": GROUP}
         mine = arguments | change if RANK == 0 else arguments
         raises(words, told, lambda mine=mine: expert_parallel_mm(**mine))
-    mine = arguments | {"transport": Collectives(GROUP, chunk_bytes=1)} if RANK == 0 else arguments
-    words = "transport: got None on rank 1; allowed: Collectives(chunk_bytes=1), as here"
-    raises(words, "transport: got Collectives(chunk_bytes=1) on rank 0", lambda: expert_parallel_mm(**mine))
     mine = arguments | {"rows": X.clone().requires_grad_()} if RANK == 0 else arguments
     words = "gradients: got none on rank 1; allowed: rows, as here"
     raises(words, "gradients: got rows on rank 0; allowed: none", lambda: expert_parallel_mm(**mine))

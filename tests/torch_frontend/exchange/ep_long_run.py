@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives
 
 from ...frontends.long_run import Held, measure
 from .ep_world import D, mesh_of, parallel_layer
@@ -16,7 +15,6 @@ EXCHANGES: dict[str, dict[str, Any]] = {
     "AllToAll": {},
     "AllToAll dispatch": {"deduplicate": "dispatch"},
     "AllToAll both": {"deduplicate": "both"},
-    "Collectives": {"transport": partial(Collectives, chunk_bytes=1)},
 }
 LENGTHS = {"100": (100, 50), "2000": (2_000, 1_000)}
 """Of runs: all steps, and the steps after which growth counts."""

@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from ..integrations import ep_torchao
 from ..layer import ep_training, ep_tutorial, ep_weights
-from ..overlap import ep_overlap
 from . import ep_layer, ep_refused, ep_repeated, ep_replicas
 from .ep_world import mesh_of, parallel_layer
 
@@ -17,12 +16,6 @@ PROGRAMS = (
     (2, "bf16", "sum", "combine"),
     (2, "bf16", "mean", "input"),
 )
-OVER_PAIRS = ("routings", "weights inside", "products of rows", "recipe mxfp8 in all transfers")
-"""Overlapped checks of both pairs of ranks, whose groups do not begin with rank 0."""
-SIMILAR = {f"recipe {name}" for name in ("mxfp8", "mxfp8_wgrad_with_hp", "fp8_blockwise")}
-"""Overlapped checks that GPUs run: the rows that are sent, and the steps of the experts, are as in other recipes."""
-
-
 SLOW = ("compiled_layer[combine-both]",)
 """The other compiled layers, and replicas without a compiler, run the same code."""
 
@@ -60,19 +53,8 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         },
         "sharded_twice[bf16]": partial(ep_training.sharded_twice, "bf16"),
         "sharded_twice[mxfp8]": partial(ep_training.sharded_twice, "mxfp8"),
-        "sharded_twice[overlapped]": partial(ep_training.sharded_twice, "mxfp8", overlapped=True),
         "one_norm_one_optimizer": lambda: ep_training.one_norm_one_optimizer(mesh_of(2)),
         "saved_moved_and_cast": lambda: ep_training.saved_moved_and_cast(mesh_of(4)),
-        **{
-            f"overlapped[{ep}-{name}]": lambda ep=ep, how=how: how(ep_overlap.Poisoned(mesh_of(ep).get_group()))
-            for ep, names in ((2, OVER_PAIRS), (4, ep_overlap.CHECKS.keys() - SIMILAR))
-            for name, how in ep_overlap.CHECKS.items()
-            if name in names
-        },
-        **{
-            f"overlapped_layer[{ep}-{prob_in}]": partial(ep_overlap.layer, parallel_layer, ep, prob_in)
-            for ep, prob_in in ((2, "combine"), (4, "swiglu"))
-        },
         **{
             f"replicas[{ep}-{name}]": lambda ep=ep, how=how: how(mesh_of(ep).get_group())
             for ep in (2, 4)

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from mxep.torch_frontend import (
-    Collectives,
-    CopyEngines,
     ExpertParallel,
     MoE,
     MXTensor,
+    PeerMemory,
     RouterConfig,
     SharedExpert,
     dispatch,
@@ -53,11 +52,7 @@ def bad_input() -> None:
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     raises(ValueError, "device_mesh: got 2 dims", lambda: ExpertParallel()._apply(odd.experts, grid))
     raises(ValueError, "recipe", lambda: ExpertParallel("bf16")._apply(odd.experts, mesh))
-    style = ExpertParallel(transport=Collectives(), gradients="sum")
-    halves = mesh_of(2)
-    raises(ValueError, "transport: got one of group", lambda: style._apply(odd.experts, halves))
-    raises(ValueError, "transport: got", lambda: style._apply(nn.Bilinear(4, 4, 4), mesh))
-    raises(NotImplementedError, "CopyEngines: group: got no CUDA", lambda: CopyEngines(mesh.get_group()))
+    raises(NotImplementedError, "PeerMemory: group: got no CUDA", lambda: PeerMemory(mesh.get_group()))
     raises(ValueError, "recipe: got 'fp4'", lambda: ExpertParallel("fp4"))
     moe, _ = parallel_layer(4)
     raises(ValueError, "parallel already", lambda: parallelize_module(moe.experts, mesh, ExpertParallel()))
@@ -113,9 +108,7 @@ def group_that_is_gone() -> None:
     if dist.get_rank() >= 2:
         return
     mesh = DeviceMesh.from_group(group, "cpu")
-    styles = ExpertParallel(), ExpertParallel(transport=Collectives(group))
-    layers = [parallelize_module(MoE(D, HIDDEN, E, RouterConfig(TOP_K)), mesh, style) for style in styles]
+    moe = parallelize_module(MoE(D, HIDDEN, E, RouterConfig(TOP_K)), mesh, ExpertParallel())
     dist.destroy_process_group(group)
-    for moe in layers:
-        words = f"MoE: group: got '{group.group_name}', which has been destroyed; build and shard"
-        raises(RuntimeError, words, partial(moe, batch()[:8]))
+    words = f"MoE: group: got '{group.group_name}', which has been destroyed; build and shard"
+    raises(RuntimeError, words, partial(moe, batch()[:8]))

@@ -82,8 +82,8 @@ NO_ARGUMENTS = {"ops", "debug_checks", "RECIPES"}
 OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder", "convert_moe", "convert_linear"}
 """Their arguments are modules and meshes: test_fsdp.py, test_metrics.py, test_convert.py and
 test_convert_linear.py have the wrong ones."""
-OVER_RANKS = {"expert_parallel_ffn", "expert_parallel_mm", "Collectives", "CopyEngines", "PeerMemory"}
-"""They need several ranks: ep_errors.py, test_copy_engines.py and test_peer_memory.py have the wrong arguments."""
+OVER_RANKS = {"expert_parallel_ffn", "expert_parallel_mm", "PeerMemory"}
+"""They need several ranks: ep_errors.py and test_peer_memory.py have the wrong arguments."""
 
 
 def _entered(context: Any) -> None:

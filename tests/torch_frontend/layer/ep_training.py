@@ -6,7 +6,7 @@ import io
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend import Collectives, ExpertParallel, MoE, RouterConfig, SharedExpert, shard_moe
+from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, SharedExpert, shard_moe
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -81,14 +81,13 @@ def one_norm_one_optimizer(mesh: DeviceMesh) -> None:
     assert torch.equal(ours, moe.router.weight.to_local())
 
 
-def sharded_twice(recipe: str, overlapped: bool = False) -> None:
+def sharded_twice(recipe: str) -> None:
     """FSDP2 over one dim of the mesh, experts over the other: gradients of the mean of all ranks' losses."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
     torch.manual_seed(0)
     alone = MoE(D, HIDDEN, E, RouterConfig(TOP_K), recipe=recipe)
     moe = copy.deepcopy(alone)
-    transport = Collectives(mesh["ep"].get_group()) if overlapped else None
-    parallelize_module(moe.experts, mesh["ep"], ExpertParallel(transport=transport))
+    parallelize_module(moe.experts, mesh["ep"], ExpertParallel())
     fully_shard(moe.experts, mesh=mesh["dp"])
     x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(1))
     alone(x)[0].square().mean().backward()

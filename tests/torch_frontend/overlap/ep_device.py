@@ -8,7 +8,7 @@ import torch
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import PeerMemory, TokenReplicas, quantize_weights, sort_by_expert
 from mxep.torch_frontend.overlap import device_exchange, expert_parallel
-from mxep.torch_frontend.overlap.expert_parallel import Transport, expert_parallel_ffn
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_ffn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +43,7 @@ def routed(seed: int, rank: int, ranks: int, most: int) -> tuple[Tensor, Tensor]
 
 
 def results(
-    memory: PeerMemory, over: Transport | None, seed: int, most: int, *, held: bool = False, plain: bool = False,
+    memory: PeerMemory, over: PeerMemory | None, seed: int, most: int, *, held: bool = False, plain: bool = False,
     again: bool = False, frozen: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
     """y and all gradients of two layers back to back, the second one without probabilities if `plain`."""
@@ -71,7 +71,7 @@ def results(
     return [y, unused, leaf.grad, probs.grad, *(w.grad for ws in layers for w in ws)]
 
 
-ran: list[Transport] = []
+ran: list[PeerMemory] = []
 
 
 def same(memory: PeerMemory, *seeds: int, most: int = MOST_TOKENS, driven: int = 3, **options: bool) -> None:

@@ -1,17 +1,15 @@
-"""Expert parallelism with overlap has the bytes of dispatch, experts and combine without it; run by ep_ranks.py."""
+"""Functions over PeerMemory have the bytes of dispatch, experts and combine; run by peer_ranks.py and, on GPUs, by
+tests/gpu/exchange/ranks.py."""
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from mxep import torch_frontend
 from mxep.core_kernels.policy.recipe import RECIPES, Recipe
 from mxep.torch_frontend import (
-    MoE,
     TokenReplicas,
     combine,
     dispatch,
@@ -21,12 +19,9 @@ from mxep.torch_frontend import (
     quantize_weights,
     sort_by_expert,
 )
-from mxep.torch_frontend.overlap.collectives import Collectives
-from mxep.torch_frontend.overlap.expert_parallel import Transport, expert_parallel_ffn, expert_parallel_mm
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_ffn, expert_parallel_mm
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 D, F, TOP_K, LOCAL = 64, 32, 2, 3
 TRANSFERS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
@@ -36,40 +31,6 @@ RUNS = RECIPES | {
     "bf16 in all transfers": Recipe.parse("mxfp8", mxfp8_all_to_all=()),
 }
 ROUTINGS, MOST_TOKENS = 10, 40
-
-
-class Poisoned(Collectives):
-    """Rows that no rank fills are NaN, and so are sent rows, as if the next transfer had the memory. One rank is late,
-    at a stage that changes from transfer to transfer."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        super().__init__(group, chunk_bytes=1)  # as many chunks as there may be
-        self.transfers = 0
-        self.left: dict[str, tuple[Tensor, ...]] = {}
-
-    def outgoing(self, where, *arguments):
-        poison(self.left.get(where, ()))
-        self.left[where] = super().outgoing(where, *arguments)
-        poison(self.left[where])
-        return self.left[where]
-
-    def open_transfer(self, *arguments):
-        transfer = super().open_transfer(*arguments)
-        poison(transfer.received)
-        self.transfers += 1
-        if self.transfers % 7 == self.group.rank():
-            for stage in ("send", "wait")[self.transfers % 2 :]:
-                self.delay(transfer, stage)
-        return transfer
-
-    def delay(self, transfer, stage: str) -> None:
-        real = getattr(transfer, stage)
-        setattr(transfer, stage, lambda chunks: (time.sleep(0.002), real(chunks))[1])
-
-
-def poison(parts: tuple[Tensor, ...]) -> None:
-    for part in parts:
-        part.view(torch.uint8).fill_(255)
 
 
 def routing(seed: int, rank: int, ranks: int, most: int = MOST_TOKENS) -> tuple[Tensor, Tensor]:
@@ -134,8 +95,8 @@ def addresses_of_a_gpu() -> Iterator[None]:
 
 @addresses_of_a_gpu()
 def ffn(
-    transport: Transport, run: str, prob_in: Literal["combine", "swiglu"], seeds: range, bias: bool = False,
-    held: bool = False, frozen: bool = False, most: int = MOST_TOKENS,
+    transport: PeerMemory, run: str, seeds: range, bias: bool = False, held: bool = False, frozen: bool = False,
+    most: int = MOST_TOKENS,
 ) -> None:  # fmt: skip
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
@@ -160,7 +121,6 @@ def ffn(
                     counts,
                     *weights,
                     probs,
-                    prob_in=prob_in,
                     recipe=recipe,
                     group=group,
                     transport=over,
@@ -168,15 +128,15 @@ def ffn(
                 )
             else:
                 groups, _, route = dispatch(tokens, counts, recipe=recipe, group=group)
-                inside = dispatch_probs(probs, route) if prob_in == "swiglu" else None
+                inside = dispatch_probs(probs, route)
                 options = {"recipe": recipe, "pad_token_groups": False}
                 out = grouped_swiglu_ffn(groups, *weights, route.group_ends, inside, biases=biases, **options)
-                y = combine(out, route, None if prob_in == "swiglu" else probs)
+                y = combine(out, route)
             dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank))
             y.backward(dy.bfloat16().to(device))
             results.append([y, leaf.grad, probs.grad, *(t.grad for t in (w1, w3, w2, b1, b3, b2))])
         for found in results[1:]:
-            same(results[0], found, (run, prob_in, seed))
+            same(results[0], found, (run, seed))
         if seed == 7:
             y, dx, *_ = (t for t in results[1] if t is not None)
             assert y[0].isnan().all()
@@ -185,7 +145,7 @@ def ffn(
 
 
 @addresses_of_a_gpu()
-def products(transport: Transport, run: str, replicas: bool, seeds: range, most: int = MOST_TOKENS) -> None:
+def products(transport: PeerMemory, run: str, replicas: bool, seeds: range, most: int = MOST_TOKENS) -> None:
     recipe, group = RUNS[run], transport.group
     rank, ranks, device = group.rank(), group.size(), device_of(group)
     for seed in seeds:
@@ -209,48 +169,13 @@ def products(transport: Transport, run: str, replicas: bool, seeds: range, most:
             same(results[0], found, (run, replicas, seed))
 
 
-def layer(parallel: Callable[..., tuple[MoE, DeviceMesh]], ep: int, prob_in: str) -> None:
-    """The layer with and without a transport: outputs, statistics, gradients; two steps, an evaluation and a
-    recomputation in between; no gradient of x. With "swiglu" the overlapped layer multiplies gate and up again."""
-    results = []
-    for transport in (None, Collectives):
-        again = transport is not None and prob_in == "swiglu"
-        moe, mesh = parallel(ep, "mxfp8", transport=transport, prob_in=prob_in, recompute=again)
-        rank = mesh.get_local_rank()
-        found: list[Tensor | None] = []
-        seen = []  # by a hook of the experts, such as FSDP2's hooks
-        moe.experts.register_forward_hook(lambda module, args, out, seen=seen: seen.append(type(out)))
-        batch = torch.randn(7 + 3 * rank, moe.router.in_features, generator=torch.Generator().manual_seed(rank))
-        for needs_gradient in (True, False):
-            x = batch.clone().requires_grad_(needs_gradient)
-            with torch.no_grad():
-                found.append(moe(x)[0])
-            y, stats = checkpoint(moe, x, use_reentrant=False)
-            y.square().sum().backward()
-            found += [y, stats.counts, stats.aux_loss, x.grad, *(p.grad for p in moe.parameters())]
-        with moe.cached_weights():
-            found.append(moe(batch)[0])
-        assert set(seen) == {Tensor}, seen
-        results.append([t.to_local() if isinstance(t, DTensor) else t for t in found])
-    same(*results, (ep, prob_in))
-
-
-def checks(prob_in: Literal["combine", "swiglu"]) -> dict[str, Callable[[Transport], None]]:
-    """prob_in: of the checks that leave it open; PeerMemory takes no "combine"."""
-    of = partial(ffn, prob_in=prob_in)
-    return {
-        "routings": lambda transport: of(transport, "mxfp8", seeds=range(ROUTINGS)),
-        "weights inside": lambda transport: ffn(transport, "mxfp8", "swiglu", range(6)),
-        **{f"recipe {run}": partial(of, run=run, seeds=range(4, 6), bias=True) for run in RUNS},
-        "frozen weights": lambda transport: ffn(transport, "mxfp8", "swiglu", range(5, 6), frozen=True),
-        "cached weights": lambda transport: of(transport, "mxfp8", seeds=range(5, 6), held=True),
-        "products of rows": lambda transport: products(transport, "mxfp8", False, range(6)),
-        "products of rows, all transfers": lambda transport: products(
-            transport, "mxfp8 in all transfers", False, range(4, 6)
-        ),
-        "products of replicas": lambda transport: products(transport, "bf16", True, range(4, 6)),
-        "folded products": lambda transport: products(transport, "mxfp8 folded", False, range(4, 6)),
-    }
-
-
-CHECKS = checks("combine")
+CHECKS: dict[str, Callable[[PeerMemory], None]] = {
+    "routings": lambda memory: ffn(memory, "mxfp8", range(ROUTINGS)),
+    **{f"recipe {run}": partial(ffn, run=run, seeds=range(4, 6), bias=True) for run in RUNS},
+    "frozen weights": lambda memory: ffn(memory, "mxfp8", range(5, 6), frozen=True),
+    "cached weights": lambda memory: ffn(memory, "mxfp8", range(5, 6), held=True),
+    "products of rows": lambda memory: products(memory, "mxfp8", False, range(6)),
+    "products of rows, all transfers": lambda memory: products(memory, "mxfp8 in all transfers", False, range(4, 6)),
+    "products of replicas": lambda memory: products(memory, "bf16", True, range(4, 6)),
+    "folded products": lambda memory: products(memory, "mxfp8 folded", False, range(4, 6)),
+}

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from mxep.core_kernels.peer import oracle, plan
 from mxep.torch_frontend import (
-    Collectives,
     ExpertParallel,
+    GroupedExperts,
     MoE,
     PeerMemory,
     RouterConfig,
@@ -19,14 +19,13 @@ from mxep.torch_frontend import (
     expert_parallel_ffn,
     sort_by_expert,
 )
-from mxep.torch_frontend.overlap.expert_parallel import Transport
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from ..exchange import ep_skips
+from . import ep_skips
 from .ep_overlap import LOCAL, TOP_K, D, F, device_of, leaves, routing, same
 
 PROB_IN = ("swiglu", "input")
@@ -36,7 +35,7 @@ class Layers(nn.Module):
     """A layer for each place of the probabilities, of one transport; the first multiplies gate and up again, the second
     is recomputed."""
 
-    def __init__(self, mesh: DeviceMesh, carrier: Transport | None, recipe: str) -> None:
+    def __init__(self, mesh: DeviceMesh, carrier: PeerMemory | None, recipe: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         options: dict[str, Any] = {"recipe": recipe, "device": mesh.device_type}
@@ -79,7 +78,7 @@ def layers(mesh: DeviceMesh, memory: PeerMemory, recipe: str = "mxfp8", steps: i
         same(list(ours.step(x, dy)), list(plain.step(x, dy)), seed)
 
 
-def _sums(carrier: Transport, seed: int) -> list[Tensor | None]:
+def _sums(carrier: PeerMemory, seed: int) -> list[Tensor | None]:
     """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone."""
     group = carrier.group
     x, experts = (t.to(device_of(group)) for t in routing(seed, group.rank(), group.size()))
@@ -144,9 +143,7 @@ def more_rows(memory: PeerMemory) -> None:
     counts = torch.full((experts,), more // experts, dtype=torch.int32, device=device)
     counts[0] += more % experts
     of: dict[str, Any] = {"group": group}
-    found = [
-        expert_parallel_ffn(x, counts, *weights, transport=carrier, **of) for carrier in (memory, Collectives(group))
-    ]
+    found = [expert_parallel_ffn(x, counts, *weights, transport=carrier, **of) for carrier in (memory, None)]
     same([found[0]], [found[1]], "more rows")
     memory.overflow()
     all_to_one = torch.zeros_like(counts)
@@ -176,6 +173,11 @@ def factor(memory: PeerMemory, enough: PeerMemory) -> None:
     assert memory.most == most
 
 
+class OwnForward(GroupedExperts):
+    def forward(self, *args: Any) -> Tensor:
+        return super().forward(*args)
+
+
 def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
     """Arguments that this memory does not take; a wrong one of one rank raises on all before they allocate."""
     group, device, experts = memory.group, device_of(memory.group), LOCAL * mesh.size()
@@ -192,6 +194,18 @@ def refused(mesh: DeviceMesh, memory: PeerMemory) -> None:
     moe = MoE(D, F, experts, RouterConfig(TOP_K, prob_in="combine"), device=device)
     with pytest.raises(ValueError, match="ExpertParallel: module: got prob_in='combine'"):
         parallelize_module(moe, mesh, ExpertParallel(transport=memory))
+    style = ExpertParallel(transport=memory, gradients="sum")
+    with pytest.raises(ValueError, match=r"transport: got .*; allowed: None for a Bilinear"):
+        parallelize_module(nn.Bilinear(4, 4, 4, device=device), mesh, style)
+    moe = MoE(D, F, experts, RouterConfig(TOP_K), device=device)
+    with pytest.raises(ValueError, match="deduplicate: got 'dispatch'; allowed: None with a transport"):
+        parallelize_module(moe, mesh, ExpertParallel(transport=memory, deduplicate="dispatch"))
+    with pytest.raises(ValueError, match=rf"transport: got {'None' if of_first else 'PeerMemory'}.* on rank"):
+        parallelize_module(moe, mesh, ExpertParallel(transport=memory if of_first else None))
+    parallelize_module(moe, mesh, style)
+    moe.experts.__class__ = OwnForward
+    with pytest.raises(TypeError, match="MoE: experts: got a forward of their own; allowed: the forward of GroupedEx"):
+        moe(x)
 
 
 def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) -> dict[str, Callable[[], object]]:
@@ -207,5 +221,5 @@ def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) ->
         "factor": lambda: factor(opened(None, capacity_factor=1.9), large()),
         "refused": lambda: [refused(mesh(), memory) for memory in (opened(None), large())],
         "more rows": lambda: more_rows(opened(None)),
-        **ep_skips.of_a_transport(mesh, large, 1),
+        **ep_skips.checks(mesh, large),
     }

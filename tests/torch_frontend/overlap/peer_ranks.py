@@ -86,7 +86,7 @@ def memory() -> PeerMemory:
 
 def ffn(run: str, *seeds: int, bias: bool = True) -> None:
     for seed in seeds:
-        ep_overlap.ffn(memory(), run, "swiglu", range(seed, seed + 1), bias, most=MOST_TOKENS)
+        ep_overlap.ffn(memory(), run, range(seed, seed + 1), bias, most=MOST_TOKENS)
     memory().overflow()
 
 

@@ -12,7 +12,6 @@ from mxep.torch_frontend.integrations.torchao import mxfp8_grouped_mm
 from mxep.torch_frontend.ops import device as devices
 from mxep.torch_frontend.ops import direct
 from mxep.torch_frontend.products import weights
-from mxep.torch_frontend.products.forms.fold import Folded, FoldForm
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -173,17 +172,3 @@ def test_bad_compute() -> None:
     a, w, offs, _ = operands()
     with pytest.raises(ValueError, match="compute: got 'fast'; allowed: 'auto', 'exact', 'fold'"):
         mxfp8_grouped_mm(a, w.mT, offs, compute="fast")
-
-
-@pytest.mark.parametrize("given", [(), (0,), (0, 1)])
-def test_gradients_of_two_weights_are_written_where_they_are_asked_for(given: tuple[int, ...]) -> None:
-    x, ends = (torch.randn(64, 32), torch.randn(64, 96), torch.randn(64, 96)), torch.tensor([32, 64], dtype=torch.int32)
-    tokens, *gradients = (Folded(*ops.fold_groups(*ops.quantize_col(t.bfloat16()), ends)) for t in x)
-    want = [ops.grouped_wgrad_fold(*dout, *tokens, ends) for dout in gradients]
-    out = [torch.empty_like(w) if i in given else None for i, w in enumerate(want)]
-    types = torch.bfloat16, torch.bfloat16
-    with torch.no_grad():
-        got = FoldForm("fold", 0, wgrad_mx=True, upcasts=False).wgrad_pair(gradients, tokens, ends, types, out)
-    for i, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert torch.equal(g, w)
-        assert out[i] is None or g is out[i]

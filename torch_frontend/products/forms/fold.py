@@ -12,9 +12,7 @@ from torch import Tensor
 from ....core_kernels.formats import WEIGHT_HEADROOM
 from ....core_kernels.policy.recipe import Form
 from ....core_kernels.policy.swiglu_gradient import Needs, gradient_op
-from ....core_kernels.registry import OPS
 from ...ops import direct as ops
-from ...ops.call import call_out
 from ...ops.launch import dtype_name
 from ...ops.mx_tensor import MXTensor
 from ..gathered_rows import GatheredRows
@@ -128,25 +126,18 @@ class FoldForm(NamedTuple):
         values = steps.values()[:2] if needs.values else (None, None)
         return steps.in_form(steps.quantized(op), values)
 
-    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
+    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType) -> Tensor:
         if not self.wgrad_mx:
-            return forms.wgrad_bf16(self, dout, x, ends, dtype, out)
-        return forms.written("grouped_wgrad_fold", (dout.q, dout.sf, x.q, x.sf, ends), dtype, out)
+            return forms.wgrad_bf16(self, dout, x, ends, dtype)
+        return ops.grouped_wgrad_fold(dout.q, dout.sf, x.q, x.sf, ends, dtype_name(dtype))
 
-    def wgrad_pair(
-        self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType], out: Sequence[Maybe] = (None, None)
-    ) -> tuple[Maybe, Maybe]:
-        """In one launch where `out` has both buffers or none."""
-        (first, second), (buffer, buffer2) = douts, out
-        one_buffer = (buffer is None) != (buffer2 is None)
-        if first is None or second is None or one_buffer or not self.wgrad_mx or dtypes[0] != dtypes[1]:
-            return forms.wgrads_unfused(self, douts, x, ends, dtypes, out)
+    def wgrad_pair(self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType]) -> tuple[Maybe, Maybe]:
+        """In one launch where both are needed, in one dtype."""
+        first, second = douts
+        if first is None or second is None or not self.wgrad_mx or dtypes[0] != dtypes[1]:
+            return forms.wgrads_unfused(self, douts, x, ends, dtypes)
         dtype = dtype_name(dtypes[0])
-        if buffer is None or buffer2 is None:
-            return ops.grouped_wgrad_fold_pair(first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, dtype)
-        op, buffers = OPS["grouped_wgrad_fold_pair"], (buffer, buffer2)
-        call_out(buffers, op, first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, out_dtype=dtype)
-        return buffers
+        return ops.grouped_wgrad_fold_pair(first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, dtype)
 
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
 

@@ -144,9 +144,9 @@ class Format(Protocol):
         self, rows: Any, w: Any, rows2: Any, w2: Any, ends: Tensor, dtype: DType, out: Maybe = None,
         clear_rest: bool = False,
     ) -> Tensor: ...  # fmt: skip
-    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor: ...
+    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType) -> Tensor: ...
     def wgrad_pair(
-        self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType], out: Sequence[Maybe] = (None, None)
+        self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType]
     ) -> tuple[Maybe, Maybe]: ...
 
 
@@ -154,12 +154,11 @@ FormatType = Callable[..., Format]
 """Of name, rounding, wgrad_mx and upcasts."""
 
 
-def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe, *clear_rest: bool) -> Tensor:
-    """The only output of the op, in `out` if there is one. clear_rest: of a product of rows, and of no other."""
+def written(name: str, operands: tuple[Tensor, ...], dtype: DType, out: Maybe, clear_rest: bool) -> Tensor:
+    """The only output of a product of rows, in `out` if there is one."""
     if out is None:
-        return getattr(ops, name)(*operands, dtype_name(dtype), *clear_rest)
-    options = dict(zip(("out_dtype", "clear_rest"), (dtype_name(dtype), *clear_rest), strict=False))
-    call_out((out,), OPS[name], *operands, **options)
+        return getattr(ops, name)(*operands, dtype_name(dtype), clear_rest)
+    call_out((out,), OPS[name], *operands, out_dtype=dtype_name(dtype), clear_rest=clear_rest)
     return out
 
 
@@ -179,8 +178,8 @@ def share_gradient(form: Format, dout: Tensor, ends: Tensor) -> Operands:
     return Operands(dout, dout)
 
 
-def wgrad_bf16(form: Format, dout: Tensor, x: Tensor, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
-    return written("grouped_wgrad_bf16", (as_bf16(dout), as_bf16(x), ends), dtype, out)
+def wgrad_bf16(form: Format, dout: Tensor, x: Tensor, ends: Tensor, dtype: DType) -> Tensor:
+    return ops.grouped_wgrad_bf16(as_bf16(dout), as_bf16(x), ends, dtype_name(dtype))
 
 
 def swiglu_unfused(form: Format, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
@@ -231,11 +230,9 @@ def sum_unfused(
 
 
 def wgrads_unfused(
-    form: Format, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType],
-    out: Sequence[Maybe] = (None, None),
-) -> tuple[Maybe, Maybe]:  # fmt: skip
+    form: Format, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType]
+) -> tuple[Maybe, Maybe]:
     dw, dw2 = (
-        None if dout is None else form.wgrad(dout, x, ends, dtype, buffer)
-        for dout, dtype, buffer in zip(douts, dtypes, out, strict=True)
+        None if dout is None else form.wgrad(dout, x, ends, dtype) for dout, dtype in zip(douts, dtypes, strict=True)
     )
     return dw, dw2

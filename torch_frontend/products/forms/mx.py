@@ -10,6 +10,7 @@ from torch import Tensor
 from ....core_kernels.policy.recipe import Form
 from ....core_kernels.policy.swiglu_gradient import Needs, gradient_op
 from ...ops import direct as ops
+from ...ops.launch import dtype_name
 from ...ops.mx_tensor import MXTensor, dequantized
 from . import form as forms
 from .form import Added, DType, FormatType, Glu, Maybe, Operands, SwiGLUGradient, TokenGroups, WeightOperands
@@ -100,12 +101,12 @@ class MXForm(NamedTuple):
             return forms.written("grouped_mm_bf16", (rows.x, w.x, ends), dtype, out, clear_rest)
         return forms.written("grouped_mm_mx", (rows.q, rows.sf, w.q, w.sf, ends), dtype, out, clear_rest)
 
-    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType, out: Maybe = None) -> Tensor:
+    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType) -> Tensor:
         if not self.wgrad_mx:
-            return forms.wgrad_bf16(self, dout, x, ends, dtype, out)
+            return forms.wgrad_bf16(self, dout, x, ends, dtype)
         if self.upcasts:
-            return forms.written("grouped_wgrad_bf16_t", (dout.x, x.x, ends), dtype, out)
-        return forms.written("grouped_wgrad_mx", (dout.q, dout.sf, x.q, x.sf, ends), dtype, out)
+            return ops.grouped_wgrad_bf16_t(dout.x, x.x, ends, dtype_name(dtype))
+        return ops.grouped_wgrad_mx(dout.q, dout.sf, x.q, x.sf, ends, dtype_name(dtype))
 
     activation, mm_pair, mm_sum, wgrad_pair = (
         forms.rows_alone,

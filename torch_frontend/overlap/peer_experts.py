@@ -1,0 +1,90 @@
+"""Experts of other ranks through memory of peers, as one differentiable function, of which the host reads no size.
+
+    forward     share counts | lay_out, push tokens | products of all experts | pull and sum rows
+    backward                   push gradients       | products of all experts | pull and sum rows, weight gradients
+                bars: barriers of the ranks in the stream (peer_memory.py)
+
+Nothing overlaps: device_exchange.py runs the calls that do. The result and all gradients have the same bytes as from
+`dispatch`, experts and `combine`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...core_kernels.policy.recipe import Recipe, TransferName
+from ..ops.differentiable import differentiable, save, saved_by
+from ..ops.mx_tensor import dequantized
+from .local_experts import FFNExperts, MMExperts
+from .peer_exchange import PeerExchange
+from .rows import BF16, PROB, Rows
+
+
+class PeerCall(NamedTuple):
+    """One call. width: of the rows of the experts. The experts weight their rows, if there are probs."""
+
+    exchange: PeerExchange
+    recipe: Recipe
+    experts: FFNExperts | MMExperts
+    width: int
+    out_dtype: torch.dtype
+
+    def rows(self, name: TransferName, width: int, dtype: torch.dtype) -> Rows:
+        return Rows.of(self.recipe, name, width, dtype)
+
+
+class _PeerExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probs: Tensor | None, call: PeerCall, *parameters: Tensor | None) -> Tensor:
+        need_x, need_probs, _, *need_parameters = ctx.needs_input_grad
+        needs, exchange = (need_x, need_probs, *need_parameters), call.exchange
+        there, home = call.rows("dispatch", x.shape[1], x.dtype), call.rows("combine", call.width, BF16)
+        with exchange.memory.uninterrupted():
+            rows, prob = exchange.push(x, there, probs)
+            exchange.memory.barrier()
+            buffer = exchange.views_home(home.parts)
+            prob = torch.empty(0, dtype=torch.float32, device=x.device) if prob is None else prob
+            out = buffer[0] if home.rounding is None else None
+            y, state = call.experts.forward(rows, prob, exchange.layout.group_ends, parameters, needs, out)
+            home.write(y, buffer)
+            saved = exchange.clone_if_in_buffer(state)
+            exchange.memory.barrier()
+            y = exchange.pull(home, home.parts, call.out_dtype)
+        save(ctx, saved)
+        ctx.call, ctx.needs, ctx.dim = call, needs, x.shape[1]
+        ctx.dtypes = x.dtype, *(None if p is None else p.dtype for p in parameters)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        call, (need_x, need_prob, *_) = ctx.call, ctx.needs
+        exchange: PeerExchange = call.exchange
+        there = call.rows("combine_grad", call.width, BF16)
+        home = call.rows("dispatch_grad", ctx.dim, ctx.dtypes[0])
+        parts, saved = [*home.parts, PROB], saved_by(ctx)
+        with exchange.memory.uninterrupted():
+            exchange.memory.barrier()
+            dout, _ = exchange.push(dequantized(grads[0]).to(BF16), there, None)
+            exchange.memory.barrier()
+            steps, buffer = call.experts.backward(saved, dout, ctx.dtypes, ctx.needs), exchange.views_home(parts)
+            del saved
+            dx, dprob = steps.inputs(buffer[0] if need_x and home.rounding is None else None)
+            if dx is not None:
+                home.write(dx, buffer)
+            if dprob is not None and need_prob:
+                buffer[-1].copy_(dprob.reshape(-1, 1))
+            exchange.memory.barrier()
+            dx = exchange.pull(home, parts, home.dtype) if need_x else None
+            dprobs = exchange.pull_weights(parts) if need_prob else None
+            weights = steps.weights()
+        return dx, dprobs, None, *weights
+
+
+_peer_experts = differentiable("expert parallelism", _PeerExperts)
+
+
+def run(call: PeerCall, x: Tensor, probs: Tensor | None, parameters: Sequence[Tensor | None]) -> Tensor:
+    """(T, width), or rows (M, width): dispatch, experts and combine, unchecked."""
+    return _peer_experts(x, probs, call, *parameters)
