@@ -26,7 +26,7 @@ from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
 from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
-from .device_exchange import DeviceCall
+from .device_call import DeviceCall
 from .device_exchange import run as run_on_device
 from .local_experts import FFN, MM, InChunks
 from .schedule import Overlap, RowExchange, overlapped
@@ -152,7 +152,8 @@ def expert_parallel_mm(
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     The result and all gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for
-    the counts alone, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    the counts alone, over `PeerMemory` for nothing. `PeerMemory` overlaps recipe "mxfp8" on Hopper, without a bias. All
+    ranks need a gradient of the rows, or none does.
 
     Args:
         rows: As in `dispatch`.
