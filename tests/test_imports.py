@@ -67,6 +67,7 @@ INSIDE = {
     "fold": ("", "both", "matrix", "gathered"),
     "swiglu": ("", "backward", "folded"),
     "grouped_gemm": ("", "schedule", "exact", "folded", "blockwise"),
+    "peer": ("", "programs"),
 }
 """Folders of a family, "" its own files; a file imports its own folder and those before it."""
 SHARED_TRITON = {"formats", "mx_math", "tokens"}

@@ -5,7 +5,7 @@
     backward  main  MEET | x along tokens | dh of 0 | dh of 1 ... | SwiGLU' | dx | dy along tokens | dw | MEET | sum
               side       '- pull 0 | pull 1 | ...                                '---- push of dx -----'
 
-    p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu
+    p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu; programs/mm.py: one product in place of the three
 
 A chunk is a range of local experts, fixed here; its rows are on the device. Products that overlap with a pull or a push
 leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a
@@ -15,7 +15,7 @@ A `Program` names arrays and steps; a frontend allocates the arrays and calls on
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..fold.gathered.plan_requantize import requantize_col_fold
@@ -99,7 +99,8 @@ class Memory(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of a rank. rows: of an operand, padded groups of all ranks. numbers: of the activation."""
+    """Of a rank. rows: of an operand, padded groups of all ranks. numbers: of the activation. One product has dim = K,
+    hidden = N and no numbers."""
 
     rank: int
     ranks: int
@@ -254,10 +255,19 @@ def _push(to: _Writer, memory: Memory, rows: str, numbers: str, groups: tuple[in
     to.send("push_rows", inputs, {}, attrs, groups)
 
 
-def _quantize(to: _Writer, sizes: Sizes) -> None:
-    g, f, d = sizes.groups, sizes.hidden, sizes.dim
-    for name, shape in {"w1": (g, f, d), "w3": (g, f, d), "w2": (g, d, f)}.items():
-        to.give(name, shape, sizes.dtype)
+Matrices = Mapping[str, tuple[int, int]]
+"""(N, K) of the weights, by name."""
+
+
+def _matrices(sizes: Sizes) -> Matrices:
+    f, d = sizes.hidden, sizes.dim
+    return {"w1": (f, d), "w3": (f, d), "w2": (d, f)}
+
+
+def _quantize(to: _Writer, sizes: Sizes, matrices: Matrices | None = None) -> None:
+    """matrices: None is the feed-forward's."""
+    for name, shape in (matrices or _matrices(sizes)).items():
+        to.give(name, (sizes.groups, *shape), sizes.dtype)
         parts = [f"{name}_{part}" for part in ("q", "sf", "q_t", "sf_t")]
         to.add(quantize_matrix_fold, (name,), parts, rounding=sizes.rounding)
 
@@ -270,10 +280,22 @@ def _addresses(to: _Writer, sizes: Sizes, of_peers: bool) -> None:
             to.give(name, (sizes.ranks, 2), "int32")
 
 
-def _give_weights(to: _Writer, sizes: Sizes, transposed: bool) -> None:
-    g, f, d = sizes.groups, sizes.hidden, sizes.dim
-    end = "_t" if transposed else ""
-    for name, (n, k) in {"w1": (f, d), "w3": (f, d), "w2": (d, f)}.items():
+def _find_home(to: _Writer, sizes: Sizes, memory: Memory, given: bool) -> None:
+    """The rank and slot of each row, and its weight."""
+    m = sizes.rows
+    home = {"home": ArrayType((m, 2), "int32"), "prob": ArrayType((m,), "float32")}
+    if given:
+        for name, array in home.items():
+            to.give(name, array.shape, array.dtype)
+    else:
+        to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
+        attrs = sizes.rank, memory.order, memory.weights
+        to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
+
+
+def _give_weights(to: _Writer, sizes: Sizes, transposed: bool, matrices: Matrices | None = None) -> None:
+    g, end = sizes.groups, "_t" if transposed else ""
+    for name, (n, k) in (matrices or _matrices(sizes)).items():
         n, k = (k, n) if transposed else (n, k)
         to.give(f"{name}_q{end}", (g, n, k), "uint8")
         to.give(f"{name}_sf{end}", (g, n), "uint8")
@@ -284,17 +306,10 @@ def write_forward(
 ) -> Program:
     """quantize: weights are given, not their operands. results: of SAVED and TRANSPOSED. of_peers: the ranks are the
     devices of one process; home and prob are given, and addresses are found by the call (program_of_peers.h)."""
-    to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups)
+    to, chunks = _Writer(), list_chunks(sizes.groups)
     to.give("group_ends", (sizes.groups,), "int32")
-    home = {"home": ArrayType((m, 2), "int32"), "prob": ArrayType((m,), "float32")}
     _addresses(to, sizes, of_peers)
-    if of_peers:
-        for name, array in home.items():
-            to.give(name, array.shape, array.dtype)
-    else:
-        to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
-        attrs = sizes.rank, memory.order, memory.weights
-        to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
+    _find_home(to, sizes, memory, of_peers)
     arrived = _pulls(to, sizes, memory, "x", chunks)
     _quantize(to, sizes) if quantize else _give_weights(to, sizes, False)
     if of_peers:

@@ -128,7 +128,8 @@ def expert_parallel_mm(
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     The result and all gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for
-    the counts, over `PeerMemory` for nothing. All ranks need a gradient of the rows, or none does.
+    the counts, over `PeerMemory` for nothing. `PeerMemory` overlaps recipe "mxfp8" on Hopper, without a bias. All ranks
+    need a gradient of the rows, or none does.
 
     Args:
         rows: As in `dispatch`.

@@ -17,7 +17,7 @@ own. At least the second barrier of a direction separates the kernel that reads 
 them.
 
 peer_experts.py runs these steps, device_exchange.py others that overlap with the products, where the kernels take the
-call. The kernels are in core_kernels/peer.
+call: a feed-forward or one product. The kernels are in core_kernels/peer.
 """
 
 import math
@@ -44,8 +44,8 @@ from ..ops.checks import check_int, check_positive
 from ..ops.launch import check_devices
 from ..ops.private import group_named
 from . import device_exchange
-from .device_exchange import DeviceCall
-from .local_experts import FFNExperts, LocalExperts
+from .device_call import DeviceCall
+from .local_experts import LocalExperts
 from .peer_exchange import PeerExchange, lay_out
 from .rows import ALIGNMENT, Part, Where, list_transfer_parts, offsets_of, views_of
 from .symmetric import Shared, barrier, has_shared_memory, shared_memory
@@ -73,6 +73,9 @@ class PeerMemory:
     allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
     other once. Products run over the whole capacity: state `rows` or `capacity_factor` if far fewer rows are received
     than in the worst case.
+
+    On Hopper feed-forwards and products of recipe "mxfp8" overlap with their exchange, at the sizes in
+    docs/guides/overlap.md. Other calls send rows before and after their GEMMs.
 
     Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
     one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
@@ -155,22 +158,20 @@ class PeerMemory:
         """The call whose exchange the device drives, with memory for it; None where another exchange has to run."""
         if request.error is not None or found is None or not device_exchange.takes(request, found, self.device):
             return None
-        rows, dim = request.rows, request.x.shape[1]
-        assert isinstance(rows, TokenReplicas)
-        assert isinstance(found.experts, FFNExperts)
-        also = {**request.also, "exchange": "on the device"}
+        top_k = request.rows.top_k if isinstance(request.rows, TokenReplicas) else 1
+        widest = max(request.x.shape[1], found.width)
+        # The kernel that pulls a row divides the slot by its own rank's top_k: all ranks need the same.
+        also = {**request.also, "exchange": "on the device", "top_k": top_k}
 
         def needs(capacity: int) -> list[int]:
-            return [Memory.of(0, capacity, rows.top_k, dim).end, 0]
+            return [Memory.of(0, capacity, top_k, widest).end, 0]
 
         _, num_rows, capacity = self._reserve_for(request._replace(also=also), needs)
         if num_rows > capacity:
             self.interrupt()
             allowed = f"allowed: {capacity}, the capacity with padding; state more `rows` or a larger `capacity_factor`"
             fail(ValueError, OP, "rows", f"{num_rows} rows of rank {self.rank}", allowed)
-        sizes = device_exchange.sizes_of(self, request, found, capacity)
-        cached, kept = found.experts.cached, found.experts.call.save_bytes
-        return DeviceCall(self, rows.x.shape[0], rows.inverse, sizes, request.recipe.alignment, cached, kept)
+        return device_exchange.call_of(self, request, found, capacity)
 
     def _reserve_for(
         self, request: Request, needs: Callable[[int], list[int]]

@@ -25,7 +25,7 @@ from ...contracts.table import ON_GPUS, allowed, name_of, pairwise
 from ...contracts.torch_layers import contracts_of_ranks
 from ...torch_frontend.exchange import ep_replicas
 from ...torch_frontend.layer import ep_training
-from ...torch_frontend.overlap import ep_device, ep_overlap, ep_peers, ep_skips
+from ...torch_frontend.overlap import ep_device, ep_device_mm, ep_overlap, ep_peers, ep_skips
 from . import device_graph, peer_graph
 
 PROGRAMS = (
@@ -92,8 +92,9 @@ def checks(ranks: int) -> dict[str, Check]:
         groups["contracts"] = contracts()
         of_memory = ep_peers.checks(world, opened) | peer_graph.checks(world, opened)
         groups["PeerMemory"] = over(peer_memory, ep_overlap.CHECKS) | of_memory
-        of_device = ep_device.checks(world, opened, lambda: opened(None)) | device_graph.checks(world, opened)
-        groups["driven by the device"] = of_device
+        driven = world, opened, lambda: opened(None)
+        of_device = ep_device.checks(*driven) | ep_device_mm.checks(*driven)
+        groups["driven by the device"] = of_device | device_graph.checks(world, opened)
     return {
         f"{group}: {name}": partial(synchronized, check) for group, of in groups.items() for name, check in of.items()
     }

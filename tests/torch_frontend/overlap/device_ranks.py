@@ -12,11 +12,11 @@ import torch.distributed as dist
 from mxep.core_kernels.peer import schedule
 from mxep.core_kernels.peer.schedule import Memory
 from mxep.torch_frontend import PeerMemory
-from mxep.torch_frontend.overlap import device_exchange, peer_memory
+from mxep.torch_frontend.overlap import device_call, device_exchange, peer_memory
 from mxep.torch_frontend.overlap.symmetric import Shared
 from torch import Tensor
 
-from . import ep_device, peer_ranks
+from . import ep_device, ep_device_mm, peer_ranks
 from .program_on_cpu import ProgramOnCPU
 
 INTERPRETER = True
@@ -89,11 +89,12 @@ def begin(rank: int) -> None:
     def program(exchange: object, index: object, *arguments: Any) -> ProgramOnCPU:
         return ProgramOnCPU(*arguments, memory_of, rank)
 
-    device_exchange.cpp_bindings = SimpleNamespace(CudaProgram=program, why_not_cuda=None)
+    device_call.cpp_bindings = SimpleNamespace(CudaProgram=program)
     PeerMemory.side_stream = property(id)  # type: ignore[method-assign, assignment]
-    device_exchange.torch = SimpleNamespace(**{**vars(torch), "empty": poisoned})
+    device_call.torch = SimpleNamespace(**{**vars(torch), "empty": poisoned})
     ep_device.count_runs()
 
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
-    return ep_device.checks(peer_ranks.world, opened, mix)
+    of = peer_ranks.world, opened, mix
+    return ep_device.checks(*of) | ep_device_mm.checks(*of)

@@ -23,6 +23,6 @@ def test_two_ranks_have_the_bytes_of_no_transport(two: Ranks, check: str) -> Non
     two.run(check)
 
 
-@pytest.mark.parametrize("check", ["routings"])
+@pytest.mark.parametrize("check", ["routings", "products of rows", "products of replicas"])
 def test_four_ranks_have_the_bytes_of_no_transport(four: Ranks, check: str) -> None:
     four.run(check)

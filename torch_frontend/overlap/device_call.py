@@ -1,0 +1,176 @@
+"""One call of expert parallelism whose exchange the device drives: its programs, prepared on a device, and this rank's
+part of the mapped memory, which kernels of other ranks read and write."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import cpp_bindings
+from ...core_kernels.dispatch import facts
+from ...core_kernels.formats import packed_width
+from ...core_kernels.launch import ArrayType
+from ...core_kernels.peer import plan, schedule
+from ...core_kernels.peer.programs.mm import SAVED_MM, write_mm_backward, write_mm_forward
+from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.registry import OPS
+from ..ops.call import call_out
+from ..ops.device import arch_of
+from ..ops.private import exchange
+from ..products.weights import Cached
+from .peer_exchange import Layout
+
+if TYPE_CHECKING:
+    from .peer_memory import PeerMemory
+
+
+class Programs(NamedTuple):
+    """What writes the programs of one kind of experts. weights, saved: the names of arrays in them."""
+
+    weights: tuple[str, ...]
+    saved: tuple[str, ...]
+    write_forward: Callable[[Sizes, Memory, bool, Sequence[str]], Program]
+    write_backward: Callable[[Sizes, Memory, bool], Program]
+
+    @property
+    def along_k(self) -> tuple[str, ...]:
+        """The names of the weights' operands."""
+        return tuple(f"{w}_{part}" for w in self.weights for part in ("q", "sf"))
+
+    @property
+    def along_n(self) -> tuple[str, ...]:
+        return tuple(f"{name}_t" for name in self.along_k)
+
+
+FFN = Programs(("w1", "w3", "w2"), schedule.SAVED, schedule.write_forward, schedule.write_backward)
+MM = Programs(("w",), SAVED_MM, write_mm_forward, write_mm_backward)
+
+
+class Prepared(NamedTuple):
+    """A program on a device. results: the shapes and dtypes of its results."""
+
+    program: Program
+    launch: Any
+    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+    @classmethod
+    def of(cls, program: Program, device: torch.device) -> "Prepared":
+        types = [(array.shape, array.dtype) for array in program.arrays.values()]
+        places = [program.places.get(name, -1) for name in program.arrays]
+        assert exchange is not None
+        launch = cpp_bindings.CudaProgram(exchange, device.index, types, places, program.steps)
+        return cls(program, launch, tuple(_torch_type(program.arrays[name]) for name in program.results))
+
+    def __call__(self, memory: "PeerMemory", given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """The results."""
+        program, device = self.program, memory.device
+        results = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results)
+        buffer = torch.empty(program.nbytes, dtype=torch.uint8, device=device)
+        passed = given | dict(zip(program.results, results, strict=True))
+        passed = tuple(passed[name] for name in program.arrays if name not in program.places)
+        self.launch(passed, buffer, memory.side_stream)
+        return results
+
+
+def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
+    return array.shape, getattr(torch, array.dtype)
+
+
+class DeviceCall(NamedTuple):
+    """What the forward and the backward of a call need. inverse: of TokenReplicas; None for rows. width: of the result.
+    kept: operands along N live until the backward. Not the rows: they would live as long as the graph of the result."""
+
+    memory: "PeerMemory"
+    programs: Programs
+    tokens: int
+    inverse: Tensor | None
+    sizes: Sizes
+    width: int
+    alignment: int
+    cached: tuple[Cached, ...]
+    kept: bool
+
+    def prepared(self, quantize: bool, results: Sequence[str] | None) -> tuple[Prepared, Memory]:
+        """The program of the forward with these results, or of the backward, and the memory that it knows."""
+        memory, sizes = self.memory, self.sizes
+        assert memory.buffer is not None
+        places = Memory.of(memory.buffer.starts[1], sizes.rows, sizes.top_k, max(sizes.dim, self.width))
+        key = results, quantize, sizes, places, self.programs.weights
+        if key not in memory.programs:
+            if results is None:
+                program = self.programs.write_backward(sizes, places, quantize)
+            else:
+                program = self.programs.write_forward(sizes, places, quantize, results)
+            memory.programs[key] = Prepared.of(program, memory.device)
+        return memory.programs[key], places
+
+    def write_rows(self, x: Tensor, places: Memory) -> None:
+        """Packed MXFP8 rows to this rank's memory."""
+        t, width = x.shape[0], packed_width(x.shape[1])
+        packed = self._own(places.rows, (t, width), torch.uint8)
+        call_out((packed,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.sizes.rounding)
+
+    def write_order(self, order: Tensor | None, probs: Tensor | None, places: Memory) -> None:
+        """order: None for rows, which are in order."""
+        own = self._own(places.order, (self.slots,), torch.int32)
+        if order is None:
+            torch.arange(self.slots, out=own)
+        else:
+            own.copy_(order)
+        weights = self._own(places.weights, (self.slots,), torch.float32)
+        if order is None or probs is None:
+            weights.fill_(1.0)
+        else:
+            torch.index_select(probs.reshape(-1), 0, order, out=weights)
+
+    def sums(self, layout: Layout, places: Memory, width: int, dtype: torch.dtype) -> Tensor:
+        """(T, width): the sum of each token's slots, or the row; NaN if a row exceeded a capacity."""
+        memory, t, k = self.memory, self.tokens, self.sizes.top_k
+        y = torch.empty((t, width), dtype=dtype, device=memory.device)
+        hw_cast = memory.device.type == "cuda" and facts(arch_of(memory.device)).hw_cast
+        replicas = self.inverse is not None
+        memory.launch(
+            "pull", min(t, memory.width), self.inverse if replicas else layout.positions, layout.positions,
+            self._own_address(), t, places.slots, 0, y,
+            **plan.pull(width, k, replicas, False, False, hw_cast) | {"SLOTS": True},
+        )  # fmt: skip
+        return y
+
+    def numbers(self, layout: Layout, places: Memory) -> Tensor:
+        """(T, k) fp32 of the slots of TokenReplicas."""
+        assert self.inverse is not None
+        out = torch.empty((self.tokens, self.sizes.top_k), dtype=torch.float32, device=self.memory.device)
+        self.memory.launch(
+            "pull_weights", -(-out.numel() // 256), self.inverse, layout.positions, self._own_address(),
+            out.numel(), places.numbers, out, BLOCK_M=256, SLOTS=True,
+        )  # fmt: skip
+        return out
+
+    @property
+    def slots(self) -> int:
+        return self.tokens * self.sizes.top_k
+
+    def given(self, layout: Layout) -> dict[str, Tensor]:
+        """Arrays of both programs."""
+        buffer = self.memory.buffer
+        assert buffer is not None
+        addresses = dict.fromkeys(schedule.ADDRESSES, buffer.addresses.view(torch.int32).view(-1, 2))
+        no_numbers = torch.empty(0, dtype=torch.float32, device=self.memory.device)
+        return {"group_ends": layout.group_ends, "no_numbers": no_numbers, **addresses}
+
+    def operands(self, transposed: bool) -> dict[str, Tensor]:
+        """Of cached weights, by name; nothing without them."""
+        if self.cached[0] is None:
+            return {}
+        parts = [part for w in self.cached if w is not None for part in w[transposed]]
+        return dict(zip(self.programs.along_n if transposed else self.programs.along_k, parts, strict=True))
+
+    def _own_address(self) -> Tensor:
+        buffer, rank = self.memory.buffer, self.memory.rank
+        assert buffer is not None
+        return buffer.addresses[rank : rank + 1]
+
+    def _own(self, start: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        return self.memory.own[start : start + nbytes].view(dtype).view(shape)
