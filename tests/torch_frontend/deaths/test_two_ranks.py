@@ -1,4 +1,4 @@
-"""The deaths of tests/gpu/exchange/test_deaths.py on a CPU: the phases are those of a step, and the program ends.
+"""The deaths of tests/gpu/exchange/test_deaths.py on a CPU: a step makes the stated calls, and the program ends.
 
 The exchange that the device drives dies here alone: test_peer_deaths.py has the path without overlap.
 """
