@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 RANKS, VICTIM, LIMIT = 2, 1, 10
 """LIMIT: of the process group and of PeerMemory, in seconds."""
+START = timedelta(seconds=120)
 IN_FLIGHT = "in flight"
 D, E, TOP_K, TOKENS = 512, 10, 2, 24
 HIDDEN = {"cpu": 64, "cuda": 2048}
@@ -101,7 +102,9 @@ def join(rank: int, port: int) -> tuple[str, Callable[..., PeerMemory]]:
     limit, on_gpu = timedelta(seconds=LIMIT), torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, timeout=limit)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.TCPStore("127.0.0.1", port, timeout=START)  # pyright: ignore[reportPrivateImportUsage]
+    store.set(f"imported {rank}", "")  # which takes longer than the limit where many processes start
+    store.wait([f"imported {r}" for r in range(RANKS)], START)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
     if on_gpu:
