@@ -156,7 +156,7 @@ test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m "not slow" -n 8 --dist loadfile tests/conformance \
 	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"
 	$(PYTHON) -m pytest -n 8 --dist loadfile --no-loadscope-reorder tests/gpu/test_large.py \
-	  tests/gpu/test_sanitizer.py tests/gpu -k "not host_time"
+	  tests/gpu/test_sanitizer.py tests/gpu -m "not slow" -k "not host_time"
 	$(PYTHON) -m pytest tests/gpu/test_cost.py -k host_time
 
 lint: .venv/.dev

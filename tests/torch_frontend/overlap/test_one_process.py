@@ -1,0 +1,23 @@
+"""Ranks in one process have the bytes of one process without ranks, without a GPU; tests/gpu/exchange/test_one_gpu.py
+runs them under compute-sanitizer."""
+
+import pytest
+
+from ...ranks.fixture import Ranks, StartRanks
+from . import one_process
+
+
+@pytest.fixture(scope="module")
+def process(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(one_process, 1, backend=None)
+
+
+ALWAYS = {"overflow", "fault in home", "fault in slots"}
+"""The others are slow."""
+
+
+@pytest.mark.parametrize(
+    "check", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in one_process.checks(1)]
+)
+def test_ranks_in_one_process(process: Ranks, check: str) -> None:
+    process.run(check)
