@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ExpertParallel, MoE, PeerMemory, RouterConfig
 from mxep.torch_frontend.exchange import shards
-from mxep.torch_frontend.overlap import device_exchange, local_experts
+from mxep.torch_frontend.overlap import device_call, local_experts
 from mxep.torch_frontend.products import ffn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -89,7 +89,7 @@ def watch(owner: Any, name: str, phase_of: Callable[..., str]) -> None:
 def watch_all() -> None:
     watch(PeerMemory, "launch", lambda memory, kernel, *_: kernel)
     watch(PeerMemory, "barrier", lambda *_: BARRIER)
-    watch(device_exchange.Prepared, "__call__", lambda *_: PROGRAM)
+    watch(device_call.Prepared, "__call__", lambda *_: PROGRAM)
     watch(dist, "all_to_all_single", lambda *_: EXCHANGE)
     watch(shards, "all_reduce", lambda *_: REDUCE)
     for owner in (ffn, local_experts):

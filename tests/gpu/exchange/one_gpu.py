@@ -19,13 +19,12 @@ from mxep.core_kernels.peer.schedule import Memory, Sizes
 from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import TokenReplicas, expert_parallel_ffn, ops, sort_by_expert
 from mxep.torch_frontend.ops import differentiable
-from mxep.torch_frontend.overlap import device_exchange
-from mxep.torch_frontend.overlap.device_exchange import DeviceCall, Prepared
-from mxep.torch_frontend.overlap.peer_exchange import PROB, PeerExchange, lay_out
+from mxep.torch_frontend.overlap import device_call, device_exchange
+from mxep.torch_frontend.overlap.device_call import FFN, DeviceCall, Prepared
+from mxep.torch_frontend.overlap.peer_exchange import PeerExchange, lay_out
 from mxep.torch_frontend.overlap.peer_memory import MappedBuffer, PeerMemory
-from mxep.torch_frontend.overlap.schedule import Rows
+from mxep.torch_frontend.overlap.rows import PROB, Part, Rows, Where, offsets_of
 from mxep.torch_frontend.overlap.symmetric import Shared
-from mxep.torch_frontend.overlap.transport import Part, Where, offsets_of
 from torch import Tensor
 
 from ...torch_frontend.overlap.ep_device import HIDDEN, LOCAL, RECIPE, TOP_K, D, routed
@@ -115,9 +114,9 @@ class Separate(Prepared):
     @classmethod
     def of(cls, program: Any, device: torch.device) -> "Separate":
         types = [(array.shape, array.dtype) for array in program.arrays.values()]
-        exchange: Any = device_exchange.exchange
+        exchange: Any = device_call.exchange
         arguments = types, [-1] * len(types), program.steps
-        launch = device_exchange.cpp_bindings.CudaProgram(exchange, device.index, *arguments)
+        launch = device_call.cpp_bindings.CudaProgram(exchange, device.index, *arguments)
         return cls(program, launch, ())
 
     def __call__(self, memory: PeerMemory, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -201,8 +200,8 @@ def driven(seed: int, rows: int) -> None:
         order, inverse, counts = sort_by_expert(experts, LOCAL * RANKS)
         rounding, numbers = int(RECIPE.rounding), tuple(PLAIN.attributes)
         sizes = Sizes(rank, RANKS, LOCAL, slots, D, F, TOP_K, "bfloat16", rounding, numbers)
-        call = DeviceCall(memory, len(x), inverse, sizes, ALIGNMENT, (None,) * 3, True)
-        ctx, function = Context(), device_exchange._DeviceFFN
+        call = DeviceCall(memory, FFN, len(x), inverse, sizes, D, ALIGNMENT, (None,) * 3, True)
+        ctx, function = Context(), device_exchange._DeviceExperts
         y, totals = function.forward(ctx, x, probs, call, order, counts, *weights_of(rank))
         dx, dprobs, *_, dw1, dw3, dw2 = function.backward(ctx, dy, totals)
         return [y, dx, dprobs, dw1, dw3, dw2]
@@ -229,7 +228,7 @@ def exchanged(seed: int, rows: Rows) -> None:
     """The kernels without overlap: experts that return the rows that they get, and their weights."""
     tokens, ranks = [Tokens.of(seed, rank) for rank in range(RANKS)], Ranks()
     capacity = plan.capacity_of(MOST_TOKENS * TOP_K * RANKS, LOCAL, ALIGNMENT)
-    nbytes = offsets_of([capacity], [*rows.parts, PROB])[-1]
+    nbytes = offsets_of(capacity, [*rows.parts, PROB])[-1]
     counts_end = -(-4 * LOCAL * RANKS**2 // 256) * 256
     memories = map_memory((counts_end, nbytes, nbytes), ranks.meet)
 
@@ -290,7 +289,7 @@ def main(part: str, of_fault: str = "") -> None:
     fault = of_fault
     assert not fault or fault in FAULTS, FAULTS
     differentiable.release_saved = lambda ctx: None  # takes a context of autograd alone
-    device_exchange.Prepared = Separate  # type: ignore[misc]
+    device_call.Prepared = Separate  # type: ignore[misc]
     PARTS[part]()
     print(f"ran {part}", flush=True)
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from mxep.torch_frontend.overlap import device_exchange
+from mxep.torch_frontend.overlap import device_call
 from torch import Tensor
 
 from ... import conftest  # noqa: F401 -- Triton's interpreter without the work that has no effect
@@ -33,7 +33,7 @@ def begin(rank: int) -> None:
         return ProgramOnCPU(types, places, steps, memory_of, rank)
 
     one_gpu.map_memory = map_memory
-    device_exchange.cpp_bindings = SimpleNamespace(CudaProgram=program)
+    device_call.cpp_bindings = SimpleNamespace(CudaProgram=program)
     np.seterr(all="ignore")
 
 
