@@ -195,12 +195,13 @@ def _row(
 def pull_kernel(
     inverse, positions, table, TOKENS, ROWS_AT, SCALES_AT, y,
     D: tl.constexpr, K: tl.constexpr, REPLICAS: tl.constexpr, MX: tl.constexpr, WIDE: tl.constexpr,
-    HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
+    HW_CAST: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr, NAN: tl.constexpr,
 ):  # fmt: skip
     """SLOTS: rows are in the slots [t][k] of the first memory of the table, and positions say whether they were sent.
 
     Program p takes tokens p, p + programs, ... y[t]: the sum of the token's replicas in fp32 from +0 with ascending
-    k, rounded once, as `combine` computes it; of rows without replicas the row. NaN if a row has no position."""
+    k, rounded once, as `combine` computes it; of rows without replicas the row. A row without a position makes it NaN
+    (NAN), or is zero."""
     for token in range(tl.program_id(0), TOKENS, tl.num_programs(0)):
         t = tl.cast(token, tl.int64)
         for d0 in range(0, D, BLOCK_D):
@@ -215,7 +216,8 @@ def pull_kernel(
                 x = _row(table, position, d0, ROWS_AT, SCALES_AT, D, MX, WIDE, HW_CAST, BLOCK_D)
                 # 0 + -0 is +0: a row that is no sum is copied.
                 acc = acc + x if REPLICAS else x
-            acc = tl.where(least < 0, float("nan"), acc)
+            if NAN:
+                acc = tl.where(least < 0, float("nan"), acc)
             out = y + t * D + d
             if y.dtype.element_ty == tl.float32:
                 tl.store(out, acc, mask=d < D)
@@ -228,14 +230,15 @@ def pull_kernel(
 
 @triton.jit(do_not_specialize=["NUMBERS", "WEIGHTS_AT"])
 def pull_weights_kernel(
-    inverse, positions, table, NUMBERS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr
+    inverse, positions, table, NUMBERS, WEIGHTS_AT, out, BLOCK_M: tl.constexpr, SLOTS: tl.constexpr, NAN: tl.constexpr
 ):  # fmt: skip
-    """out[s] = the fp32 number of slot s in the memory of its rank, NaN without a position. SLOTS: as in pull."""
+    """out[s] = the fp32 number of slot s in the memory of its rank; without a position NaN or zero. SLOTS, NAN: as in
+    pull."""
     s = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.load(inverse + s, mask=s < NUMBERS, other=0).to(tl.int64)
     position = tl.load(positions + row, mask=s < NUMBERS, other=-1)
     if SLOTS:
         position = tl.where(position < 0, position, s)
     at = _address(table, position, WEIGHTS_AT, 4).to(out.dtype)
-    value = tl.load(at, mask=position >= 0, other=float("nan"))
+    value = tl.load(at, mask=position >= 0, other=float("nan") if NAN else 0.0)
     tl.store(out + s, value, mask=s < NUMBERS)

@@ -42,14 +42,15 @@ def push(memory: list[Array], x: Array, slots: Array, positions: Array) -> None:
             memory[position >> 32][position & (2**32 - 1)] = x[t]
 
 
-def pull(memory: list[Array], slots: Array, positions: Array, out_dtype: str) -> Array:
-    """The sum of the rows at the positions of each token's slots, as `combine` of the unweighted rows; NaN if one has
-    no position."""
+def pull(memory: list[Array], slots: Array, positions: Array, out_dtype: str, drop: bool = False) -> Array:
+    """The sum of the rows at the positions of each token's slots, as `combine` of the unweighted rows. A row without a
+    position makes it NaN, or is zero (drop)."""
     width = memory[0].shape[1]
     rows = np.zeros((len(positions), width), memory[0].dtype)
     for i, position in enumerate(positions):
         if position >= 0:
             rows[i] = memory[position >> 32][position & (2**32 - 1)]
     y = combine(rows, slots, np.zeros(0, np.float32), out_dtype)
-    y[(positions[slots] < 0).any(1)] = np.nan
+    if not drop:
+        y[(positions[slots] < 0).any(1)] = np.nan
     return y

@@ -6,8 +6,8 @@
     rows (T, K) --push--> row of each replica in the memory of its expert's rank
     sums (T, D) <--pull-- rows in the memory of the ranks
 
-The layout is defined in ../exchange.py: one padded group per local expert, in it the rows of rank 0, 1, ... A row past
-the capacity of the memory has no position, and the sums of its token are NaN.
+The layout is defined in oracle.py: one padded group per local expert, in it the rows of rank 0, 1, ... A row past the
+capacity of the memory has no position. It makes the sums of its token NaN, or is zero in them (drop).
 
 These kernels are no ops of the registry: they write into memory that no argument names, at addresses of a table
 (ranks,) int64. This file has their constexprs.
@@ -69,8 +69,16 @@ def clear(values: int, scales: int, groups: int, weighted: bool) -> dict[str, in
     return {**sizes, "BLOCK_G": next_power_of_2(groups), "BLOCK_M": BLOCK, **blocks}
 
 
-def pull(width: int, top_k: int, replicas: bool, mx: bool, wide: bool, hw_cast: bool) -> dict[str, int]:
-    """wide: rows of fp32, not of bf16; of MX rows the dtype to which their values are rounded."""
+def pull(
+    width: int, top_k: int, replicas: bool, mx: bool, wide: bool, hw_cast: bool, slots: bool = False,
+    drop: bool = False,
+) -> dict[str, int]:  # fmt: skip
+    """wide: rows of fp32, not of bf16; of MX rows the dtype to which their values are rounded. drop: a row without a
+    position is zero."""
     block = max(min(next_power_of_2(width), BLOCK_VALUES), BLOCK)
     flags = {"REPLICAS": replicas, "MX": mx, "WIDE": wide, "HW_CAST": hw_cast}
-    return {"D": width, "K": top_k, **flags, "BLOCK_D": block, "SLOTS": False}
+    return {"D": width, "K": top_k, **flags, "BLOCK_D": block, "SLOTS": slots, "NAN": not drop}
+
+
+def pull_weights(slots: bool = False, drop: bool = False) -> dict[str, int]:
+    return {"BLOCK_M": 256, "SLOTS": slots, "NAN": not drop}

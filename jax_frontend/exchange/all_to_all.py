@@ -23,6 +23,7 @@ from jax import lax
 
 from ...core_kernels.formats import Rounding
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from .. import ops
 from ..ops import RowMap
@@ -32,7 +33,7 @@ from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray, MXGradArray
 from ..ops.shapes import Int
 from ..products.gathers import gather, ungather
-from ..routing.overflow import OnOverflow, capacity_of, lost_rows, nan_gradients
+from ..routing.overflow import capacity_of, lost_rows, nan_gradients
 from ..routing.weighted_combine import combine_slots, sum_slots
 from .route import Route, named_groups
 

@@ -23,6 +23,7 @@ from ... import cpp_bindings
 from ...core_kernels.launch import ArrayType
 from ...core_kernels.peer import schedule
 from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.swiglu.activation import SwiGLU
 from .. import ops
@@ -31,7 +32,7 @@ from ..ops.call import aval, vary, varying_axes
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE
 from ..products.weights import format_of
-from ..routing.overflow import OnOverflow, nan_gradients, nan_values
+from ..routing.overflow import nan_gradients, nan_values
 from ..routing.weighted_combine import sum_slots
 from .all_to_all import TokenReplicas, lost_of
 from .peer_exchange import map_peers, share_capacity

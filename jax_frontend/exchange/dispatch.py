@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
+from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
 from ...core_kernels.policy.recipe import Recipe
 from ..ops.checks import check_floats, check_shape, check_type, check_vector
 from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray
 from ..ops.shapes import Float, Float32, Int
 from ..products.weights import recipe_of
-from ..routing.overflow import OnOverflow, check_capacity_factor, check_on_overflow, nan_gradients
+from ..routing.overflow import check_capacity_factor, nan_gradients
 from .all_to_all import AllToAll, TokenReplicas, check_expert_counts, check_replicas, parts_of
 from .local import Local
 from .peer_exchange import PeerMemory

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ...core_kernels.launch import fail
+from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.routing.plan import padded_rows
 from ..ops import RowMap
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE, gather, ungather
-from ..routing.overflow import OnOverflow, capacity_of, nan_gradients
+from ..routing.overflow import capacity_of, nan_gradients
 from .all_to_all import TokenReplicas, lost_of, parts_of
 from .local import SlotMaps, read_groups, sum_groups
 from .peer_memory import Peers, all_ranks

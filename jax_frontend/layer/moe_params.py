@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
+from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -24,7 +25,7 @@ from ..exchange.peer_memory import Transport, check_transport
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
 from ..ops.mesh import Axes, axis_names, axis_size
 from ..products.weights import check_weights, recipe_of, resolve_compute
-from ..routing.overflow import OnOverflow, check_capacity_factor, check_on_overflow, shown
+from ..routing.overflow import check_capacity_factor, shown
 
 Params = dict[str, Any]
 

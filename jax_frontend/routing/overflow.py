@@ -8,7 +8,7 @@ experts' weights sum over the rows within the capacity: dy of a lost token is th
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,6 @@ from jax.export import is_symbolic_dim
 
 from ...core_kernels.launch import fail
 from ..ops.derivatives import arguments
-
-OnOverflow = Literal["nan", "drop"]
-"""nan: tokens with a lost row are NaN. drop: a lost row is zero in the sum of its token, and so is its gradient."""
-
-
-def check_on_overflow(op: str, on_overflow: Any) -> None:
-    """Raise ValueError unless it is one of `OnOverflow`."""
-    if not isinstance(on_overflow, str) or on_overflow not in get_args(OnOverflow):
-        allowed = f"allowed: {', '.join(map(repr, get_args(OnOverflow)))}"
-        fail(ValueError, op, "on_overflow", repr(on_overflow), allowed)
 
 
 def check_capacity_factor(op: str, capacity_factor: Any) -> None:

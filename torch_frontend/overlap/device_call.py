@@ -125,7 +125,7 @@ class DeviceCall(NamedTuple):
             torch.index_select(probs.reshape(-1), 0, order, out=weights)
 
     def sums(self, layout: Layout, places: Memory, width: int, dtype: torch.dtype) -> Tensor:
-        """(T, width): the sum of each token's slots, or the row; NaN if a row exceeded a capacity."""
+        """(T, width): the sum of each token's slots, or the row, without a row that exceeded a capacity."""
         memory, t, k = self.memory, self.tokens, self.sizes.top_k
         y = torch.empty((t, width), dtype=dtype, device=memory.device)
         hw_cast = memory.device.type == "cuda" and facts(arch_of(memory.device)).hw_cast
@@ -133,7 +133,7 @@ class DeviceCall(NamedTuple):
         memory.launch(
             "pull", min(t, memory.width), self.inverse if replicas else layout.positions, layout.positions,
             self._own_address(), t, places.slots, 0, y,
-            **plan.pull(width, k, replicas, False, False, hw_cast) | {"SLOTS": True},
+            **plan.pull(width, k, replicas, False, False, hw_cast, True, memory.on_overflow == "drop"),
         )  # fmt: skip
         return y
 
@@ -143,7 +143,8 @@ class DeviceCall(NamedTuple):
         out = torch.empty((self.tokens, self.sizes.top_k), dtype=torch.float32, device=self.memory.device)
         self.memory.launch(
             "pull_weights", -(-out.numel() // 256), self.inverse, layout.positions, self._own_address(),
-            out.numel(), places.numbers, out, BLOCK_M=256, SLOTS=True,
+            out.numel(), places.numbers, out,
+            **plan.pull_weights(True, self.memory.on_overflow == "drop"),
         )  # fmt: skip
         return out
 

@@ -100,7 +100,7 @@ class PeerExchange:
         memory.launch(
             "pull", min(tokens, memory.width), maps.inverse, maps.positions, maps.addresses, tokens, starts[0],
             starts[1] if mx else 0, y,
-            **plan.pull(rows.width, self.top_k, replicas, mx, wide, hw_cast),
+            **plan.pull(rows.width, self.top_k, replicas, mx, wide, hw_cast, drop=memory.on_overflow == "drop"),
         )  # fmt: skip
         return y
 
@@ -111,7 +111,7 @@ class PeerExchange:
         maps, slots = self._maps(), out.numel()
         self.memory.launch(
             "pull_weights", -(-slots // 256), maps.inverse, maps.positions, maps.addresses, slots, start, out,
-            BLOCK_M=256, SLOTS=False,
+            **plan.pull_weights(drop=self.memory.on_overflow == "drop"),
         )  # fmt: skip
         return out
 

@@ -36,6 +36,7 @@ from torch import Tensor
 from ...core_kernels.launch import fail
 from ...core_kernels.peer import plan
 from ...core_kernels.peer.schedule import Memory
+from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, key_of, name_of, table_of_ranks
@@ -88,6 +89,8 @@ class PeerMemory:
             then the same holds.
         capacity_factor: the capacity of a rank, relative to the mean rows of a rank in the first call; not with `rows`.
             None: all rows of all ranks, each with as many as the rank with the most rows in the first call.
+        on_overflow: what a row beyond the capacity makes of its token. "nan": as above. "drop": the row is zero in the
+            sum of its token, and so are its gradients; `overflow` raises as well.
         width: programs of the kernels that write and read rows of peers.
         timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
@@ -106,6 +109,7 @@ class PeerMemory:
         rows: int | None = None,
         *,
         capacity_factor: float | None = None,
+        on_overflow: OnOverflow = "nan",
         width: int = WIDTH,
         timeout: timedelta = TIMEOUT,
     ) -> None:
@@ -115,13 +119,14 @@ class PeerMemory:
             check_positive(OP, "capacity_factor", capacity_factor)
             if rows is not None:
                 fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
+        check_on_overflow(OP, on_overflow)
         check_int(OP, "width", width, 1)
         self.timeout_ms = _to_milliseconds(timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; other groups take no transport")
         self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rows, self.capacity_factor, self.width = rows, capacity_factor, width
+        self.rows, self.capacity_factor, self.on_overflow, self.width = rows, capacity_factor, on_overflow, width
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
@@ -139,7 +144,8 @@ class PeerMemory:
 
     @property
     def config_key(self) -> str:
-        return f"PeerMemory(rows={self.rows}, capacity_factor={self.capacity_factor})"
+        options = f"rows={self.rows}, capacity_factor={self.capacity_factor}, on_overflow={self.on_overflow!r}"
+        return f"PeerMemory({options})"
 
     def begin(self, request: Request, width: int) -> PeerExchange:
         """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""

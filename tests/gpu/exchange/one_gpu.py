@@ -87,7 +87,7 @@ class Mapped(PeerMemory):
     def __init__(self, rank: int, of_rank: list[Tensor], starts: tuple[int, ...], meet: Callable[[], None]) -> None:
         self.rank, self.ranks, self.width, self.device = rank, len(of_rank), 3, DEVICE
         self.kernels, self.meet, self.programs = kernel, meet, {}
-        self.interrupted, self.compared = False, set()
+        self.interrupted, self.compared, self.on_overflow = False, set(), "nan"
         self.worst = torch.zeros((RANKS, 2), dtype=torch.int32, device=DEVICE)
         self.side = torch.cuda.Stream(DEVICE, priority=-1) if DEVICE.type == "cuda" else None
         addresses = torch.tensor([of.data_ptr() for of in of_rank], device=DEVICE)

@@ -34,9 +34,8 @@ def clear(values: int, scales: int, weighted: bool, **more: Any) -> Case:
 
 
 def pull(out: str, width: int, replicas: bool, mx: bool, wide: bool, *, slots: bool = False, **more: Any) -> Case:
-    flags = {"SLOTS": slots}
     types = I32, I64, I64, "i32", "i64", "i64", out
-    return Case("pull", types, plan.pull(width, TOP_K if replicas else 1, replicas, mx, wide, True) | flags, **more)
+    return Case("pull", types, plan.pull(width, TOP_K if replicas else 1, replicas, mx, wide, True, slots), **more)
 
 
 LAY_OUT = I32, "i32", "i32", "i32", I64, I32, I32, I32, I32
@@ -66,7 +65,7 @@ CASES = {
     "pull 32": pull(BF16, 32, True, True, False),
     **{
         f"pull_weights{' slots' if slots else ''}": Case(
-            "pull_weights", (I32, I64, I64, "i32", "i64", F32), {"BLOCK_M": 256, "SLOTS": slots}
+            "pull_weights", (I32, I64, I64, "i32", "i64", F32), plan.pull_weights(slots)
         )
         for slots in (False, True)
     },

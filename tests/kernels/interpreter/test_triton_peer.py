@@ -99,7 +99,8 @@ def test_push_writes_each_row_to_its_places_and_nothing_else(k, programs):
 
 @pytest.mark.parametrize("out", ["bfloat16", "float32"])
 @pytest.mark.parametrize("kind", ["bf16", "mx", "f32", "mx of f32"])
-def test_pull_sums_as_combine_does(kind, out):
+@pytest.mark.parametrize("drop", [False, True])
+def test_pull_sums_as_combine_does(drop, kind, out):
     rng = np.random.default_rng(1)
     tokens, capacity, width = 7, 9, 96
     slots, places = routed(rng, tokens, capacity)
@@ -116,15 +117,24 @@ def test_pull_sums_as_combine_does(kind, out):
     maps = torch.from_numpy(slots.reshape(-1)), torch.from_numpy(places), addresses(of_rank)
     y = torch.full((tokens, width), 7, dtype=getattr(torch, out))
     starts = 64, 64 + capacity * width
-    blocks = plan.pull(width, TOP_K, True, mx, wide, False)
+    blocks = plan.pull(width, TOP_K, True, mx, wide, False, drop=drop)
     launch("pull", 3, *maps, tokens, *starts, y, **blocks | {"BLOCK_D": 32})
-    want = oracle.pull(rows, slots, places, out)
+    want = oracle.pull(rows, slots, places, out, drop)
     np.testing.assert_array_equal(y.float().numpy(), want.astype(np.float32))
     assert (np.signbit(y.float().numpy()) == np.signbit(want.astype(np.float32)))[~np.isnan(want)].all()
     column = torch.full((tokens, TOP_K), 7.0)
-    launch("pull_weights", 2, *maps, tokens * TOP_K, 64, column, BLOCK_M=8, SLOTS=False)
+    launch(
+        "pull_weights",
+        2,
+        *maps,
+        tokens * TOP_K,
+        64,
+        column,
+        **plan.pull_weights(drop=drop) | {"BLOCK_M": 8},
+    )
+    lost = 0 if drop else np.nan
     flat = [m[64 : 64 + 4 * capacity].numpy().view(np.float32) for m in of_rank]
-    found = [flat[p >> 32][p & 0xFFFFFFFF] if p >= 0 else np.nan for p in places[slots].reshape(-1)]
+    found = [flat[p >> 32][p & 0xFFFFFFFF] if p >= 0 else lost for p in places[slots].reshape(-1)]
     np.testing.assert_array_equal(column.numpy().reshape(-1), np.array(found, np.float32))
 
 
@@ -139,12 +149,12 @@ def test_pull_of_slots_reads_the_own_memory_and_where_rows_were_not_sent_nan():
     maps = torch.from_numpy(order.reshape(-1)), torch.from_numpy(places), addresses([torch.from_numpy(memory)])
     sent = places[order] >= 0
     y = torch.full((tokens, width), 7, dtype=torch.bfloat16)
-    launch("pull", 3, *maps, tokens, 0, 0, y, **plan.pull(width, TOP_K, True, False, False, False) | {"SLOTS": True})
+    launch("pull", 3, *maps, tokens, 0, 0, y, **plan.pull(width, TOP_K, True, False, False, False, True))
     own = np.where(sent, np.arange(tokens * TOP_K).reshape(tokens, TOP_K), -1)
     want = oracle.pull([rows], np.arange(tokens * TOP_K).reshape(tokens, TOP_K), own.reshape(-1), "bfloat16")
     np.testing.assert_array_equal(y.float().numpy(), want.astype(np.float32))
     column = torch.full((tokens, TOP_K), 7.0)
-    launch("pull_weights", 2, *maps, tokens * TOP_K, rows.nbytes, column, BLOCK_M=8, SLOTS=True)
+    launch("pull_weights", 2, *maps, tokens * TOP_K, rows.nbytes, column, **plan.pull_weights(True) | {"BLOCK_M": 8})
     np.testing.assert_array_equal(column.numpy(), np.where(sent, numbers.reshape(tokens, TOP_K), np.float32(np.nan)))
 
 

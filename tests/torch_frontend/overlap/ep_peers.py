@@ -78,12 +78,15 @@ def layers(mesh: DeviceMesh, memory: PeerMemory, recipe: str = "mxfp8", steps: i
         same(list(ours.step(x, dy)), list(plain.step(x, dy)), seed)
 
 
-def _sums(carrier: PeerMemory, seed: int) -> list[Tensor | None]:
-    """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone."""
+def _sums(carrier: PeerMemory, seed: int, without: Tensor | None = None) -> list[Tensor | None]:
+    """y and the gradients of x and probs of a feed-forward; the inputs depend on the seed alone. without (T, TOP_K):
+    replicas whose weight is zero."""
     group = carrier.group
     x, experts = (t.to(device_of(group)) for t in routing(seed, group.rank(), group.size()))
     order, inverse, counts = sort_by_expert(experts, LOCAL * group.size())
     (probs,) = leaves(seed, group, (x.shape[0], TOP_K))
+    if without is not None:
+        probs = probs.detach().masked_fill(without.to(probs.device), 0).requires_grad_()
     weights = leaves(seed, group, (LOCAL, F, D), (LOCAL, F, D), (LOCAL, D, F))
     x.requires_grad_()
     replicas = TokenReplicas(x, order, inverse, TOP_K)
@@ -93,8 +96,9 @@ def _sums(carrier: PeerMemory, seed: int) -> list[Tensor | None]:
 
 
 def overflow(small: PeerMemory, enough: PeerMemory) -> None:
-    """Tokens with a row without a position are NaN, and so are their gradients; the others have their bytes. The
-    routing is the first with tokens of both kinds."""
+    """Tokens with a row without a position are NaN, and so are their gradients; the others have their bytes. With
+    on_overflow="drop" such rows have no part in them, as with a weight of zero. The routing is the first with tokens of
+    both kinds."""
     group, experts = small.group, LOCAL * small.group.size()
     assert small.rows is not None
     capacity = plan.capacity_of(small.rows, LOCAL, 32)
@@ -111,12 +115,17 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
     inverse = sort_by_expert(routings[group.rank()], experts).inverse
     lost_slots = torch.from_numpy(positions)[inverse.long()].view(-1, TOP_K) < 0
     lost = lost_slots.any(1)
-    got, want = _sums(small, seed), _sums(enough, seed)
+    drops = small.on_overflow == "drop"
+    got, want = _sums(small, seed), _sums(enough, seed, lost_slots if drops else None)
+    if drops:
+        assert want[2] is not None
+        want[2].masked_fill_(lost_slots.to(want[2].device), 0)
+        same(got, want, "dropped rows")
     for of, (one, other) in zip((lost, lost, lost_slots), zip(got, want, strict=True), strict=True):
         assert one is not None
         assert other is not None
         one, other = one.cpu(), other.cpu()
-        assert one[of].isnan().all()
+        assert drops or one[of].isnan().all()
         same([one[~of]], [other[~of]], "tokens with positions")
     enough.overflow()
     rank = int((needed > capacity).argmax())
@@ -218,6 +227,7 @@ def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) ->
         "layers": lambda: layers(mesh(), large()),
         "layers of all rows": lambda: layers(mesh(), opened(None), "bf16", 1),
         "overflow": lambda: overflow(opened(10), large()),
+        "dropped rows": lambda: overflow(opened(10, on_overflow="drop"), large()),
         "factor": lambda: factor(opened(None, capacity_factor=1.9), large()),
         "refused": lambda: [refused(mesh(), memory) for memory in (opened(None), large())],
         "more rows": lambda: more_rows(opened(None)),
