@@ -84,7 +84,6 @@ def main() -> None:
     parser.add_argument(
         "--routing", metavar="NAME", help="of ep, ep_jax, ep_alternating: balanced, one_expert or dirichlet"
     )
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="of ep: profile one step instead of timing")
     parser.add_argument("--commit", type=_commit, help="the measured commit, for sources without git")
     parser.add_argument("--out", type=Path, help="append the lines here instead of benchmarks/results/<hardware>.jsonl")
     parser.add_argument("--no-record", action="store_true", help="print the figures, store none")
@@ -95,7 +94,7 @@ def main() -> None:
     if args.shape and (fixed := set(args.sections) - {"gpu"}):
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: gpu")
 
-    options = {name: value for name, value in (("routing", args.routing), ("trace", args.trace)) if value is not None}
+    options = {} if args.routing is None else {"routing": args.routing}
     for option in options:
         takes = RANKS if option == "routing" else ("ep",)
         if not args.sections or not set(args.sections) <= set(takes):

@@ -5,27 +5,19 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
     layer     router, dispatch, experts, combine           cases/ep_layer.py
 
     bytes of every run over a transport = bytes of the run without one; SQNR of result and gradients against bf16
-    rounds: bf16 | bf16 wire | no transport | deduplicated | each transport | parts alone    median of the slowest rank
+    rounds: bf16 | bf16 wire | no transport | deduplicated | peer memory    median of the slowest rank
     peer memory: also with the forward, and with the step, in a CUDA graph
-
-exposed = a step over a transport - the same step without a wire; e = max(wire, products) / measured, of a direction.
-Peer memory has no wire alone: its kernels know their sizes from the counts.
-The parts and the whole are timed in the same rounds. With a trace file nothing is timed: one step is profiled.
 """
 
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.launch import fail
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend.overlap.collectives import Collectives
-from mxep.torch_frontend.overlap.copy_engines import CopyEngines
-from mxep.torch_frontend.overlap.expert_parallel import Transport
 from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 
 from .cases.chosen_experts import ROUTINGS
@@ -36,14 +28,12 @@ from .cases.shapes import MoELayer
 from .clocks import ranks
 from .clocks.device_timing import peak_nbytes
 from .clocks.timing import Sample
-from .figures import timeline
 from .figures.results import Line
 
 KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
-TRANSPORTS = ("collectives", "copy engines", "peer memory")
-GRAPHED, IN_A_GRAPH = "peer memory", "peer memory, in a graph"
-OVER = (*TRANSPORTS, ONCE, SUMMED)
+OVER_PEERS, IN_A_GRAPH = "peer memory", "peer memory, in a graph"
+OVER = (OVER_PEERS, ONCE, SUMMED)
 Shape = EPShape | MoELayer
 
 
@@ -61,17 +51,15 @@ TIMEOUT = timedelta(seconds=90)
 BOTH = "both"
 
 
-def lines(
-    only: Sequence[str], routing: str = "balanced", trace: Path | None = None, rounds: int = ROUNDS
-) -> Iterator[Line]:
+def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) -> Iterator[Line]:
     """Lines of rank 0; nothing on the other ranks.
 
-    only: names of kinds, recipes, sizes, and of transports or deduplications; of a sort that is not named all. routing:
-    of ROUTINGS, for all candidates. trace: profile one step of the run that is left, write it there and time nothing.
+    only: names of kinds, recipes, sizes, of peer memory or deduplications; of a sort that is not named all. routing: of
+    ROUTINGS, for all candidates.
     """
     device = _device()
     _join(device)
-    ways = tuple(name for name in OVER if device.type == "cuda" or name not in TRANSPORTS[1:])
+    ways = tuple(name for name in OVER if device.type == "cuda" or name != OVER_PEERS)
     sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
     known = (*KINDS, *RECIPES, *ways, *sizes)
     if unknown := set(only) - set(known):
@@ -84,17 +72,13 @@ def lines(
             for recipe in _named(only, RECIPES)]  # fmt: skip
     if not runs:
         fail(ValueError, "ep", "only", ", ".join(only), "allowed: sizes of the kinds that are named; the layer has two")
-    if trace and (len(runs), len(over)) != (1, 1):
-        allowed = "allowed: one run and one transport, by names of only: layer, mxfp8, 7168/2048, collectives"
-        fail(ValueError, "ep", "trace", f"{len(runs)} runs over {', '.join(over)}", allowed)
     for kind, shape, recipe in runs:
-        opened = {
-            name: _opened(name, routing) for name in over if name in TRANSPORTS
-        }  # new ones: buffers grow with the largest run
+        # New memory: it grows with the largest run.
+        opened = {OVER_PEERS: _open(routing)} if OVER_PEERS in over else {}
         work = kind.work(shape, routing, recipe, opened, device)
         left_out = {ONCE, SUMMED} - set(over)
         work = work._replace(forwards={name: f for name, f in work.forwards.items() if name not in left_out})
-        found = _traced(work, trace) if trace else _measured(work, opened, device, rounds)
+        found = _measured(work, opened, device, rounds)
         if dist.get_rank() == 0:
             yield from found
         del work, opened
@@ -122,11 +106,9 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _opened(transport: str, routing: str) -> Transport:
-    group = dist.group.WORLD
-    if transport == "peer memory":
-        return PeerMemory(group, capacity_factor=SLACK if routing == "balanced" else None, timeout=TIMEOUT)
-    return CopyEngines(group) if transport == "copy engines" else Collectives(group)
+def _open(routing: str) -> PeerMemory:
+    factor = SLACK if routing == "balanced" else None
+    return PeerMemory(dist.group.WORLD, capacity_factor=factor, timeout=TIMEOUT)
 
 
 def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:
@@ -138,13 +120,13 @@ def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> l
     return [name for name in sort if name in only or not set(only) & set(sort)]
 
 
-def _measured(work: Work, transports: Mapping[str, Transport], device: torch.device, rounds: int) -> list[Line]:
+def _measured(work: Work, transports: Mapping[str, PeerMemory], device: torch.device, rounds: int) -> list[Line]:
     sqnr = check(work)
-    runs: dict[str, Callable[[], object]] = dict(work.stages)
+    runs: dict[str, Callable[[], object]] = {}
     for name, forward in work.forwards.items():
         runs[f"{name} forward"] = forward
         runs[f"{name} {BOTH}"] = lambda f=forward: work.step(f)
-        if name == GRAPHED:
+        if name == OVER_PEERS:
             runs[f"{IN_A_GRAPH} forward"] = _captured(forward)
             runs[f"{IN_A_GRAPH} {BOTH}"] = _captured(lambda f=forward: work.step(f))
     times = ranks.times(runs, device, rounds)
@@ -153,7 +135,7 @@ def _measured(work: Work, transports: Mapping[str, Transport], device: torch.dev
         peak = peak_nbytes(lambda f=forward: work.step(f))
         held = held_nbytes(transports[name]) if name in transports else 0
         peaks[name] = ranks.largest(None if peak is None else peak + held, device)
-    names = [*work.forwards, *([IN_A_GRAPH] if GRAPHED in work.forwards else [])]
+    names = [*work.forwards, *([IN_A_GRAPH] if OVER_PEERS in work.forwards else [])]
     if dist.get_rank() == 0:
         _print(work, names, times, peaks)
     return [_line(work, name, step, times, peaks, sqnr)
@@ -169,16 +151,6 @@ def _captured(run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def _parts(work: Work, name: str, step: str, times: Mapping[str, Sample]) -> dict[str, float]:
-    """Microseconds of the parts of a run over a transport, each alone, and the exposed communication."""
-    directions = ("forward",) if step == "forward" else ("forward", "backward")
-    alone = {"wire": f"{name} wire", "products": "products"}
-    parts = {part: round(sum(times[f"{key} {of}"].us for of in directions), 2) for part, key in alone.items()}
-    parts["without_wire"] = times[f"without a wire {step}"].us
-    parts["exposed"] = round(times[f"{name} {step}"].us - parts["without_wire"], 2)
-    return parts
-
-
 def _print(work: Work, names: Sequence[str], times: Mapping[str, Sample], peaks: Mapping[str, int | None]) -> None:
     case = " ".join(f"{key}={value}" for key, value in work.case.items())
     print(f"\n{work.op}: {case}; ms, forward / backward")
@@ -188,15 +160,6 @@ def _print(work: Work, names: Sequence[str], times: Mapping[str, Sample], peaks:
         peak = peaks.get(name)
         text = f"{name:14} {one:8.3f} / {both - one:8.3f}   together {both:8.3f}   {ratio:.2f}x bf16"
         print(text + (f"   peak {peak / 2**30:.2f} GiB" if peak is not None else ""))
-        if name not in work.with_wire:
-            continue
-        forward, step = (_parts(work, name, of, times) for of in ("forward", BOTH))
-        backward = {part: us - forward[part] for part, us in step.items()}
-        wholes = {"forward": (one * 1e3, forward), "backward": ((both - one) * 1e3, backward)}
-        for direction, (whole, parts) in wholes.items():
-            e = max(parts["wire"], parts["products"]) / whole
-            text = "   ".join(f"{part} {us / 1e3:.3f}" for part, us in parts.items())
-            print(f"    {direction:8} {text}   e {e:.2f}")
     print(end="", flush=True)
 
 
@@ -226,13 +189,4 @@ def _line(
         peak_nbytes=peaks.get(name) if step == BOTH else None,
         error={"grade": "sqnr_db", "sqnr_db": sqnr.get(name, sqnr[IN_TURN])},
         peer_peak_nbytes=peaks[PEER] if step == BOTH else None,
-        stages_us=_parts(work, name, step, times) if name in work.with_wire else None,
     )
-
-
-def _traced(work: Work, path: Path) -> list[Line]:
-    """Write the profile of rank 0, one step over the transport, after three to warm up. No lines."""
-    (name,) = work.transports
-    check(work)
-    timeline.trace(work.step, work.forwards[name], path, dist.get_rank() == 0)
-    return []

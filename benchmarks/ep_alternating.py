@@ -26,8 +26,8 @@ from .figures.tables.table_ep import TORCH_BEST
 
 Row = Mapping[str, Any]
 TURNS, PEER = 2, TORCH_BEST
-NAMES = tuple(dict.fromkeys((*ep_jax.NAMES, *ep.TRANSPORTS)))
-"""Of recipes, sizes, PyTorch's transports and the ways of JAX."""
+NAMES = tuple(dict.fromkeys((*ep_jax.NAMES, ep.OVER_PEERS)))
+"""Of recipes, sizes, PyTorch's peer memory and the ways of JAX."""
 
 
 def ranks() -> int:

@@ -3,66 +3,46 @@
     Case, Rates --forward, backward--> Direction: seconds of each stage --in_turn, overlapped--> seconds
 
     in_turn      before | dispatch | group | products | scatter | combine | after
-    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       dispatch first, then multiplied chunks
+    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       pulls first, then pushes of multiplied chunks
                  products  before  c0 c1 c2 .. filler              after
-                 host      plan    c0 c1 c2 ..
 
-Routing is balanced. Every number of `Rates` is measured or quoted. GEMMs and communication slow each other down. The
-only fitted parameter, `unhidden`, is the part of the hidden communication time that reappears because of that.
+Routing is balanced. Every number of `Rates` is measured or quoted, and nothing is fitted. The overlapped exchange runs
+within a host alone (core_kernels/peer/schedule.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import comb
-from statistics import median
 from typing import Literal, NamedTuple, get_args
 
 from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.peer.schedule import list_chunks
 from mxep.core_kernels.policy.deduplicate import Deduplicate
-from mxep.core_kernels.policy.exchange import MOST_CHUNKS, expert_chunks
 from mxep.core_kernels.policy.recipe import Recipe, TransferName
 
-Send = Literal["each", "summed", "host"]
-"""Rows that are sent: one per replica; one per rank, both ways, as `dispatch(deduplicate="both")`; or one per host."""
+Send = Literal["each", "summed"]
+"""Rows that are sent: one per replica; or one per rank, both ways, as `dispatch(deduplicate="both")`."""
 MX, BF16 = 1 + 1 / BLOCK, 2.0
 """Bytes per value."""
 
 
-class Wire(NamedTuple):
-    """The speed of communication between GPUs of a host. blocks: (bytes, seconds) of the copies that were measured, in
-    order; one entry is a rate."""
-
-    blocks: tuple[tuple[float, float], ...]
-
-    def seconds(self, nbytes: float, block: float) -> float:
-        """Of `nbytes`, in copies of `block` bytes. Between and beyond the measured sizes a copy's time is linear."""
-        if not nbytes:
-            return 0.0
-        if len(self.blocks) == 1:
-            ((size, time),) = self.blocks
-            return nbytes * time / size
-        after = next((i for i, (size, _) in enumerate(self.blocks) if size >= block), len(self.blocks) - 1)
-        (a, at), (b, bt) = self.blocks[max(after, 1) - 1], self.blocks[max(after, 1)]
-        return nbytes / block * (at + (bt - at) * (block - a) / (b - a))
-
-
 class Rates(NamedTuple):
     """products: FLOP/s of "forward", "dgrad", "wgrad", "bf16" (ours) and of torch's bf16 "plain forward", ... .
-    passes: bytes/s, read and written, of the other kernels. copies, collectives: communication within a host by copies
-    one after another, and by collectives. network: bytes/s out of each GPU between hosts. gpus: of a host. launch,
-    copy: CPU seconds per kernel and per copy."""
+    passes: bytes/s, read and written, of the other kernels. pull, push: bytes/s of each direction between GPUs of a
+    host during products, which take `narrowed` times as long then. collectives: bytes/s within a host without work at
+    the same time. network: bytes/s out of each GPU between hosts. gpus: of a host."""
 
     products: Mapping[str, float]
     passes: Mapping[str, float]
-    copies: Wire
-    collectives: Wire
+    pull: float
+    push: float
+    narrowed: float
+    collectives: float
     network: float
     gpus: int
-    launch: float
-    copy: float
 
 
 class Case(NamedTuple):
-    """rows per rank, of `top_k` per token; experts per rank. chunk_bytes: of a transport."""
+    """rows per rank, of `top_k` per token; experts per rank."""
 
     ranks: int
     rows: int
@@ -72,14 +52,11 @@ class Case(NamedTuple):
     recipe: Recipe
     top_k: int = 1
     send: Send = "each"
-    chunk_bytes: int = 2**26
 
     @property
     def chunks(self) -> list[float]:
         """The share of the experts in each chunk."""
-        nbytes = self.rows * self.dim * (MX if self.recipe.sends_mx("dispatch") else BF16)
-        most = min(max(int(nbytes / self.chunk_bytes), 1), MOST_CHUNKS)
-        return [(last - first) / self.experts for first, last in expert_chunks(self.experts, most)]
+        return [(last - first) / self.experts for first, last in list_chunks(self.experts)]
 
     @property
     def tokens(self) -> float:
@@ -88,9 +65,9 @@ class Case(NamedTuple):
 
 class Direction(NamedTuple):
     """Seconds. before, after: local passes before the first row is sent and after the last one is received. there,
-    back: of the communication of each chunk; chunks: of their GEMMs and folds. filler: work after the last chunk,
-    overlapped with the last communication. group, scatter: passes that only the run without overlap needs; own: copies
-    that only the overlapped run needs. wire: of both all-to-alls without overlap. launches: CPU time per chunk."""
+    back: of the communication of each chunk; chunks: of their GEMMs and folds, on all multiprocessors. filler: work
+    after the last chunk, overlapped with the last communication. group, scatter: passes that only the run without
+    overlap needs; fold too, since a pull folds. wire: of both all-to-alls without overlap. narrowed: of Rates."""
 
     before: float
     there: tuple[float, ...]
@@ -99,15 +76,15 @@ class Direction(NamedTuple):
     filler: float
     after: float
     group: float
+    fold: float
     scatter: float
-    own: float
     wire: float
-    launches: float
+    narrowed: float
 
     @property
     def local(self) -> float:
-        """Everything but communication and CPU time, overlapped."""
-        return self.before + self.own + sum(self.chunks) + self.filler + self.after
+        """Everything but communication, overlapped."""
+        return self.before + self.narrowed * sum(self.chunks) + self.filler + self.after
 
     @property
     def travel(self) -> float:
@@ -116,9 +93,7 @@ class Direction(NamedTuple):
     @property
     def bound(self) -> str:
         """The resource that bounds the overlapped time from below."""
-        products, host = self.own + sum(self.chunks) + self.filler, self.launches * len(self.chunks)
-        of = {"wire": self.travel, "products": products, "host": host}
-        return max(of, key=lambda name: of[name])
+        return "wire" if self.travel > self.narrowed * sum(self.chunks) + self.filler else "products"
 
 
 def distinct(units: int, experts: int, top_k: int) -> float:
@@ -132,13 +107,10 @@ def distinct(units: int, experts: int, top_k: int) -> float:
 
 def rows_sent(case: Case, gpus: int) -> tuple[float, float, float]:
     """Rows that a rank sends within its host and to other hosts, and rows that a rank receives, its own included."""
-    ranks, hosts = case.ranks, max(case.ranks // gpus, 1)
+    ranks = case.ranks
     inside, experts = min(ranks, gpus), case.ranks * case.experts
     per_token = float(case.top_k) if case.send == "each" else distinct(ranks, experts, case.top_k)
     rows = case.tokens * per_token
-    if case.send == "host" and hosts > 1:
-        remote = case.tokens * distinct(hosts, experts, case.top_k) * (hosts - 1) / hosts
-        return rows * (inside - 1) / inside, remote, rows
     return rows * (inside - 1) / ranks, rows * (ranks - inside) / ranks, rows
 
 
@@ -178,11 +150,10 @@ def token_bytes(
     )
 
 
-def transfer_seconds(case: Case, rates: Rates, wire: Wire, row_nbytes: float) -> float:
-    """Of all rows of an all-to-all; the links within a host and the network transfer them in parallel."""
-    inside, remote, received = rows_sent(case, rates.gpus)
-    block = received * row_nbytes / (case.ranks * case.experts)
-    return max(wire.seconds(inside * row_nbytes, block), remote * row_nbytes / rates.network)
+def transfer_seconds(case: Case, rates: Rates, within: float, row_nbytes: float) -> float:
+    """Of all rows of an all-to-all; within: bytes/s in a host. The links there and the network work in parallel."""
+    inside, remote, _ = rows_sent(case, rates.gpus)
+    return max(inside * row_nbytes / within, remote * row_nbytes / rates.network)
 
 
 def forward(case: Case, rates: Rates) -> Direction:
@@ -193,8 +164,9 @@ def forward(case: Case, rates: Rates) -> Direction:
     before = case.tokens * k * (BF16 + MX) / rates.passes["quantize_row"] if mx else 0.0
     work = 2 * rows * k * n / rates.products["forward" if folded else "plain forward"]
     if folded:
-        work += _operand(rows * k, mx, rates) + case.experts * k * n * (BF16 + 2) / rates.passes["quantize_both_fold"]
-    return _direction(case, rates, ("dispatch", k, sent), ("combine", n), before, arrived, work, 0.0)
+        work += case.experts * k * n * (BF16 + 2) / rates.passes["quantize_both_fold"]
+    fold = _operand(rows * k, mx, rates) if folded else 0.0
+    return _direction(case, rates, ("dispatch", k, sent), ("combine", n), before, arrived, fold, work, 0.0)
 
 
 def backward(case: Case, rates: Rates) -> Direction:
@@ -204,15 +176,15 @@ def backward(case: Case, rates: Rates) -> Direction:
     sent, passes, flops = MX if mx else BF16, rates.passes, 2 * rows * k * n
     before = case.tokens * n * (BF16 + MX) / passes["quantize_row"] if mx else 0.0
     if not folded:
-        work, filler = flops / rates.products["plain dgrad"], flops / rates.products["plain wgrad"]
+        work, filler, fold = flops / rates.products["plain dgrad"], flops / rates.products["plain wgrad"], 0.0
     else:
-        work, again = flops / rates.products["dgrad"] + _operand(rows * n, mx, rates), 2 * MX
+        work, again, fold = flops / rates.products["dgrad"], 2 * MX, _operand(rows * n, mx, rates)
         if recipe.wgrad_mx:
             work += rows * n * again / passes["requantize_col_fold"]
             filler = rows * k * again / passes["requantize_col_fold"] + flops / rates.products["wgrad"]
         else:
             filler = rows * (k + n) * (MX + BF16) / passes["dequantize"] + flops / rates.products["bf16"]
-    return _direction(case, rates, ("combine_grad", n, sent), ("dispatch_grad", k), before, arrived, work, filler)
+    return _direction(case, rates, ("combine_grad", n, sent), ("dispatch_grad", k), before, arrived, fold, work, filler)
 
 
 def _operand(values: float, mx: bool, rates: Rates) -> float:
@@ -222,7 +194,7 @@ def _operand(values: float, mx: bool, rates: Rates) -> float:
 
 def _direction(
     case: Case, rates: Rates, there: tuple[TransferName, int, float], back: tuple[TransferName, int], before: float,
-    arrived: float, work: float, filler: float,
+    arrived: float, fold: float, work: float, filler: float,
 ) -> Direction:  # fmt: skip
     """Add the passes that the all-to-alls need, and divide the work into chunks of experts."""
     (_, width, sent), (name, back_width) = there, back
@@ -239,7 +211,8 @@ def _direction(
         work += arrived * back_width * (BF16 + MX) / passes["quantize_row"]
         after += arrived * back_width * (BF16 + MX) / passes["dequantize"]
     transfers = ((width, sent), (back_width, returned))
-    out, home = (transfer_seconds(case, rates, rates.copies, w * nbytes) for w, nbytes in transfers)
+    rows_and_rates = zip(transfers, (rates.pull, rates.push), strict=True)
+    out, home = (transfer_seconds(case, rates, rate, w * nbytes) for (w, nbytes), rate in rows_and_rates)
     return Direction(
         before,
         tuple(out * share for share in case.chunks),
@@ -248,35 +221,28 @@ def _direction(
         filler,
         after,
         rows * width * 2 * sent / passes["permute_mx"],
+        fold,
         rows * back_width * 2 * BF16 / passes["unpermute"],
-        sum(arrived / case.ranks * w * 2 * nbytes for w, nbytes in transfers) / passes["unpermute"],
         sum(transfer_seconds(case, rates, rates.collectives, w * nbytes) for w, nbytes in transfers),
-        2 * (rates.launch + (case.ranks - 1) * rates.copy),
+        rates.narrowed,
     )
 
 
 def in_turn(d: Direction) -> float:
     """Seconds of the stages one after the other."""
-    return d.before + d.wire + d.group + sum(d.chunks) + d.scatter + d.filler + d.after
+    return d.before + d.wire + d.group + d.fold + sum(d.chunks) + d.scatter + d.filler + d.after
 
 
-def overlapped(d: Direction, unhidden: float = 0.0) -> float:
+def overlapped(d: Direction) -> float:
     """Seconds of the overlapped schedule. Chunks are sent in order, all of dispatch before the first one of combine."""
-    host, wire, gpu, arrived = (
-        d.before,
-        d.before,
-        d.before + d.own,
-        [],
-    )  # the host waits for the counts during `before`
+    wire, gpu, arrived = d.before, d.before, []
     for seconds in d.there:
         wire += seconds
         arrived.append(wire)
     for here, chunk, seconds in zip(arrived, d.chunks, d.back, strict=True):
-        host += d.launches
-        gpu = max(gpu, here, host) + chunk
+        gpu = max(gpu, here) + d.narrowed * chunk
         wire = max(wire, gpu) + seconds
-    total = max(gpu + d.filler, wire) + d.after
-    return total + unhidden * max(d.local + d.travel - total, 0)
+    return max(gpu + d.filler, wire) + d.after
 
 
 def plain(case: Case, rates: Rates) -> tuple[float, float]:
@@ -289,10 +255,3 @@ def plain(case: Case, rates: Rates) -> tuple[float, float]:
     of = rates.products
     gradients = flops / of["plain dgrad"] + flops / of["plain wgrad"]
     return wire + select + flops / of["plain forward"], wire + select + gradients
-
-
-def fitted(measured: Sequence[float], hidden: Sequence[float], exposed: Sequence[float]) -> float:
-    """`unhidden` of runs whose times are `measured`; the model has `hidden` for 0 and `exposed` for 1. The median; 0
-    without any run."""
-    shares = [(real - low) / (high - low) for real, low, high in zip(measured, hidden, exposed, strict=True)]
-    return median(shares) if shares else 0.0

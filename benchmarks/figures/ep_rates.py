@@ -7,12 +7,11 @@ results/h200_ep.jsonl, h200_ep_in_turn/ --> measured
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from statistics import median
 from typing import Any, NamedTuple
 
-from mxep.core_kernels.policy.recipe import Recipe, TransferName
+from mxep.core_kernels.policy.recipe import Recipe
 
-from ..ep_model import BF16, MX, Case, Rates, Wire, backward, forward, in_turn, overlapped, plain
+from ..ep_model import Case, Rates, backward, forward, in_turn, overlapped, plain
 from .results import RESULTS, newest
 
 FOLDER = RESULTS / "h200_ep_in_turn"
@@ -21,8 +20,12 @@ GPUS = 8
 NETWORK = 40.9e9
 """Bytes/s out of each GPU between hosts: two hosts of eight H200, InfiniBand of 400 Gb/s per GPU, a dispatch of bf16
 rows (deepseek-ai/DeepEP, issue 493)."""
-GPU_BOUND = 2**23
-"""dim x hidden from which a chunk takes the GPU longer than the host: 2048/1408 is below, 7168/2048 above."""
+PULL, PUSH, NARROWED = 256e9, 334e9, 1.11
+"""Bytes/s of each direction on 16 multiprocessors during products, of rows of 7168 values, and the time of these
+products relative to all multiprocessors and no transfer: results/h200_exchange_probe."""
+OVERLAPS_SINCE = "2026-11-28"
+"""Of lines: products over peer memory did not overlap before."""
+OVER_PEERS = "peer memory, in a graph"
 PRODUCTS = {"grouped_mm_fwd": "forward", "grouped_mm_dgrad": "dgrad", "grouped_mm_wgrad": "wgrad"}
 
 
@@ -31,8 +34,8 @@ def _lines() -> tuple[dict[str, Any], ...]:
     return tuple(row for row in newest("h200") if row["frontend"] == "torch")
 
 
-def rates(dim: int, hidden: int, ranks: int) -> Rates:
-    """Measured rates of the product whose size is nearest to dim x hidden, for so many ranks."""
+def rates(dim: int, hidden: int) -> Rates:
+    """Measured rates of the product whose size is nearest to dim x hidden."""
     rows = [r for r in _lines() if r["case"].get("routing") == "balanced" and r["case"].get("operands") != "bf16"]
     rows = [r for r in rows if {*PRODUCTS, "grouped_mm_exact"} >= {r["op"]}]
     size = lambda r: r["case"]["K"] * r["case"]["N"]  # noqa: E731
@@ -52,50 +55,12 @@ def rates(dim: int, hidden: int, ranks: int) -> Rates:
         for r in _lines()
         if r["op"] in ops and r["peer"] == "copy" and r["case"].get("direction") != "bwd"
     }
-    measured = json.loads((FOLDER / "wire.json").read_text())
-    nccl = Wire(((1.0, 1 / (measured["nccl"] * 1e9)),))
-    engines = measured["one pair" if ranks == 2 else "in turns"]
-    blocks = [(int(mib) * 2**20, int(mib) * 2**20 / (gbs * 1e9)) for mib, gbs in engines.items()]
-    host = [r for r in _lines() if r["op"] == "host_overhead"]
-    return Rates(
-        products,
-        passes,
-        nccl if ranks > GPUS else Wire(tuple(blocks)),
-        nccl,
-        NETWORK,
-        GPUS,
-        median(r["us"] for r in host) * 1e-6,
-        median(r["peer_us"] for r in host) * 1e-6,
-    )
-
-
-def wire_of_chunks(recorded: Iterable[Mapping[str, Any]], ranks: int) -> Wire | None:
-    """Of recorded lines of so many GPUs: the rate of `Collectives`, chunk by chunk with nothing between them, the
-    median of the sizes above GPU_BOUND; None without such lines."""
-    found = []
-    for row in recorded:
-        c, stages = row["case"], row.get("stages_us")
-        if (
-            c["ranks"] == ranks
-            and row["op"] == "ep_fwd_bwd"
-            and c["how"] == "collectives"
-            and stages
-            and c["dim"] * c["hidden"] > GPU_BOUND
-        ):
-            case = Case(c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], Recipe.parse(c["recipe"]))
-            transfers: tuple[tuple[TransferName, int], ...] = (
-                ("dispatch", case.dim),
-                ("combine", case.hidden),
-                ("combine_grad", case.hidden),
-                ("dispatch_grad", case.dim),
-            )
-            width = sum(values * (MX if case.recipe.sends_mx(transfer) else BF16) for transfer, values in transfers)
-            found.append(case.rows * (1 - 1 / case.ranks) * width / stages["wire"] * 1e6)
-    return Wire(((1.0, 1 / median(found)),)) if found else None
+    collectives = json.loads((FOLDER / "wire.json").read_text())["nccl"] * 1e9
+    return Rates(products, passes, PULL, PUSH, NARROWED, collectives, NETWORK, GPUS)
 
 
 class Measured(NamedTuple):
-    """how: "bf16", "in turn" or the name of a transport. milliseconds: forward, and with its backward."""
+    """how: "bf16", "in turn" or OVER_PEERS. milliseconds: forward, and with its backward."""
 
     case: Case
     how: str
@@ -109,6 +74,8 @@ def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
         c, step = row["case"], row["op"] == "ep_fwd_bwd"
         if c.get("routing", "balanced") != "balanced":
             continue
+        if c["how"] == OVER_PEERS and row["date"] < OVERLAPS_SINCE:
+            continue
         for how, us in ((c["how"], row["us"]), ("bf16", row["peer_us"])):
             recipe = "mxfp8" if how == "bf16" else c["recipe"]
             key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], recipe, how
@@ -119,20 +86,16 @@ def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
             key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], c["recipe"], how
             found.setdefault(key, [c[f"{name}fwd_ms"], c[f"{name}fwd_bwd_ms"]])
     for (ranks, rows, dim, hidden, experts, recipe, how), (one, both) in sorted(found.items()):
-        if how in ("bf16", "in turn", "collectives", "copy engines"):
+        if how in ("bf16", "in turn", OVER_PEERS):
             yield Measured(Case(ranks, rows, dim, hidden, experts, Recipe.parse(recipe)), how, (one, both))
 
 
-def reckoned(of: Measured, chunks: Wire | None = None, unhidden: float = 0.0) -> tuple[float, float]:
-    """Milliseconds of the forward, and with its backward. chunks: the rate of `Collectives`, if it is known."""
-    case, found = of.case, rates(of.case.dim, of.case.hidden, of.case.ranks)
+def modelled(of: Measured) -> tuple[float, float]:
+    """Milliseconds of the forward, and with its backward."""
+    case, found = of.case, rates(of.case.dim, of.case.hidden)
     if of.how == "bf16":
         one, two = plain(case, found)
     else:
-        if of.how == "collectives":
-            found = found._replace(copies=chunks or found.collectives)
-        one, two = (
-            in_turn(d) if of.how == "in turn" else overlapped(d, unhidden)
-            for d in (forward(case, found), backward(case, found))
-        )
+        total = in_turn if of.how == "in turn" else overlapped
+        one, two = total(forward(case, found)), total(backward(case, found))
     return one * 1e3, (one + two) * 1e3

@@ -18,19 +18,16 @@ from ..ep_model import (
     Send,
     backward,
     distinct,
-    fitted,
     forward,
     in_turn,
     overlapped,
     plain,
     token_bytes,
 )
-from .ep_rates import GPU_BOUND, GPUS, measured, rates, reckoned, wire_of_chunks
+from .ep_rates import GPUS, measured, modelled, rates
 from .results import RESULTS, newest
 
 PICTURE = RESULTS / "h200_ep_scale.svg"
-COUNT = 0.08e-6
-"""Seconds of the host per entry of the table of counts: `plan_exchange` of 64 ranks and 256 experts takes 1.3 ms."""
 TRANSFERS = ("dispatch", "dispatch_grad", "combine", "combine_grad")
 RECIPES = {
     "`mxfp8`": Recipe.parse("mxfp8"),
@@ -44,8 +41,8 @@ WIRES = {
 }
 SHAPES = tuple((p.K, p.N) for p in TIMED if p.routing == "balanced")
 ROWS, TOP_K, EXPERTS = TIMED_LAYER.tokens, TIMED_LAYER.top_k, TIMED_LAYER.num_experts
-SENDS: tuple[Send, ...] = ("each", "summed", "host")
-BOUNDS = {"wire": "all-to-all", "products": "GEMMs", "host": "CPU"}
+SENDS: tuple[Send, ...] = ("each", "summed")
+BOUNDS = {"wire": "communication", "products": "GEMMs"}
 SCALES = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -55,22 +52,17 @@ def case_of(dim: int, hidden: int, ranks: int, recipe: Recipe, send: Send) -> Ca
 
 
 def directions(case: Case) -> tuple[Direction, Direction]:
-    """Forward and backward with the faster transport."""
-    engines = rates(case.dim, case.hidden, case.ranks)
-    both = [(forward(case, r), backward(case, r)) for r in (engines, engines._replace(copies=engines.collectives))]
-    return min(both, key=lambda of: sum(map(overlapped, of)))
+    """Forward and backward."""
+    found = rates(case.dim, case.hidden)
+    return forward(case, found), backward(case, found)
 
 
-def exposed(both: tuple[Direction, Direction]) -> float:
-    """The share of the overlapped time in which products and passes wait."""
-    total = sum(map(overlapped, both))
-    return 1 - sum(d.local for d in both) / total
-
-
-def hidden_up_to(dim: int, hidden: int, recipe: Recipe, send: Send) -> int:
-    """The largest scale up to which, and at which, at most a tenth of the time is exposed; 0 if there is none."""
-    within = [exposed(directions(case_of(dim, hidden, ranks, recipe, send))) <= 0.1 for ranks in SCALES]
-    return ([0, *SCALES])[within.index(False) if False in within else len(SCALES)]
+def best(case: Case) -> tuple[str, float]:
+    """How the exchange runs, and its seconds, forward and backward: within a host overlapped, if a row is a replica."""
+    both = directions(case)
+    if case.ranks <= GPUS and case.send == "each":
+        return "overlapped", sum(map(overlapped, both))
+    return "no overlap", sum(map(in_turn, both))
 
 
 def _table(head: str, rows: list[tuple[str, ...]]) -> list[str]:
@@ -79,51 +71,37 @@ def _table(head: str, rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _beside_measured() -> list[str]:
-    recorded = list(newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd")))
-    found, unhidden = list(measured(recorded)), {}
-    chunks = {ranks: wire_of_chunks(recorded, ranks) for ranks in {m.case.ranks for m in found}}
-    for how in ("collectives", "copy engines"):
-        runs = [
-            (m.milliseconds[1], *(reckoned(m, chunks[m.case.ranks], share)[1] for share in (0.0, 1.0)))
-            for m in found
-            if m.how == how and m.case.dim * m.case.hidden > GPU_BOUND
-        ]
-        if runs:
-            unhidden[how] = fitted(*zip(*runs, strict=True))
     rows = []
-    for m in found:
+    for m in measured(newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd"))):
         c = m.case
-        ours = reckoned(m, chunks[c.ranks], unhidden.get(m.how, 0.0))
         pairs = [
-            f"{real:.1f} / {time:.1f} ({time / real - 1:+.0%})" for real, time in zip(m.milliseconds, ours, strict=True)
+            f"{real:.1f} / {time:.1f} ({time / real - 1:+.0%})"
+            for real, time in zip(m.milliseconds, modelled(m), strict=True)
         ]
         sizes = f"{c.dim}/{c.hidden}, {c.rows} rows, {c.experts} experts"
-        how = "no transport" if m.how == "in turn" else m.how
+        how = {"in turn": "no transport", "bf16": "bf16"}.get(m.how, "`PeerMemory`, in a graph")
         rows.append((str(c.ranks), sizes, "" if m.how == "bf16" else f"`{c.recipe.name}`", how, *pairs))
-    fit = "No overlapped run is recorded: the model has no overlap loss."
-    if unhidden:
-        shares = ", ".join(f"{how} {of:.2f}" for how, of in unhidden.items())
-        fit = f"*Overlap loss*, the median of a transport's runs at 7168/2048 and 8192/5120: {shares}."
-        fit += " At 2048/1408 CPU launch overhead exceeds the GPU time, which the model leaves out."
     head = "GPUs | dim/hidden, per rank | recipe | pipeline | forward, ms, measured / modelled | and backward"
-    return [*_table(head, rows), fit, ""]
+    return _table(head, rows)
 
 
 def _on_a_host() -> list[str]:
+    """The overlapped exchange is of the default recipe."""
     rows = []
     for dim, hidden in SHAPES:
         for ranks in (2, 4, 8):
             for name, recipe in RECIPES.items():
-                both = directions(Case(ranks, ROWS, dim, hidden, 8, recipe))
-                found = rates(dim, hidden, ranks)
-                bf16 = sum(plain(Case(ranks, ROWS, dim, hidden, 8, recipe), found)) * 1e3
-                serial, beside = (sum(map(f, both)) * 1e3 for f in (in_turn, overlapped))
-                rows.append((f"{dim}/{hidden}", str(ranks), name, f"{bf16:.1f}", f"{serial:.1f} ({bf16 / serial:.2f}x)",
-                             f"{beside:.1f} ({bf16 / beside:.2f}x)",
-                             *(f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {BOUNDS[d.bound]}"
-                               for d in both)))  # fmt: skip
-    head = ("dim/hidden | GPUs | recipe | bf16, ms | no overlap | overlapped | forward: all-to-all / rest, bound | "
-            "backward: all-to-all / rest, bound")  # fmt: skip
+                case = Case(ranks, ROWS, dim, hidden, 8, recipe)
+                bf16, both = sum(plain(case, rates(dim, hidden))) * 1e3, directions(case)
+                cells = []
+                for total in (in_turn, overlapped):
+                    ms = sum(map(total, both)) * 1e3
+                    cells.append(f"{ms:.1f} ({bf16 / ms:.2f}x)")
+                cells += [f"{d.travel * 1e3:.1f} / {d.local * 1e3:.1f}, {BOUNDS[d.bound]}" for d in both]
+                cells = cells if name == "`mxfp8`" else [cells[0], "", "", ""]
+                rows.append((f"{dim}/{hidden}", str(ranks), name, f"{bf16:.1f}", *cells))
+    head = ("dim/hidden | GPUs | recipe | bf16, ms | no overlap | overlapped | forward: communication / rest, bound | "
+            "backward: communication / rest, bound")  # fmt: skip
     return _table(head, rows)
 
 
@@ -131,17 +109,11 @@ def _at_scale() -> list[str]:
     rows, recipe = [], RECIPES["`mxfp8`"]
     for dim, hidden in SHAPES:
         for ranks in SCALES:
-            cells = []
-            for send in SENDS:
-                both = directions(case_of(dim, hidden, ranks, recipe, send))
-                bounds = " / ".join(BOUNDS[of.bound] for of in both)
-                cells.append(f"{sum(map(overlapped, both)) * 1e3:.1f}, {exposed(both):.0%}, {bounds}")
-            plan = COUNT * ranks * max(EXPERTS, ranks) * 1e3
-            bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "each"), rates(dim, hidden, ranks))) * 1e3
-            rows.append((f"{dim}/{hidden}", str(ranks), f"{bf16:.1f}", *cells, f"{plan:.2f}"))
-    head = ("dim/hidden | GPUs | bf16, ms | each copy: ms, exposed, bound | once per rank | once per host | "
-            "CPU time of the plan, ms")  # fmt: skip
-    return _table(head, rows)
+            bf16 = sum(plain(case_of(dim, hidden, ranks, recipe, "each"), rates(dim, hidden))) * 1e3
+            found = [best(case_of(dim, hidden, ranks, recipe, send)) for send in SENDS]
+            cells = (f"{seconds * 1e3:.1f}, {how} ({bf16 / seconds / 1e3:.2f}x)" for how, seconds in found)
+            rows.append((f"{dim}/{hidden}", str(ranks), f"{bf16:.1f}", *cells))
+    return _table("dim/hidden | GPUs | bf16, ms | a row per routed copy, ms | a token once per rank, ms", rows)
 
 
 def _rows() -> list[str]:
@@ -162,15 +134,6 @@ def _rows() -> list[str]:
     return _table(head, rows)
 
 
-def _hidden() -> list[str]:
-    rows = [
-        (f"{dim}/{hidden}", name, *(str(hidden_up_to(dim, hidden, recipe, send) or "none") for send in SENDS))
-        for dim, hidden in SHAPES
-        for name, recipe in RECIPES.items()
-    ]
-    return _table("dim/hidden | recipe | each copy | once per rank | once per host", rows)
-
-
 def tables() -> str:
     """The generated part of docs/design/ep_scale.md."""
     return "\n".join([
@@ -180,8 +143,6 @@ def tables() -> str:
         "## Bytes of a token", "",
         f"KB per token that its rank sends and receives, of a layer with dim {SHAPES[0][0]} and top-{TOP_K}, by "
         "`dispatch(deduplicate=...)`, calculated. Probabilities, 4 bytes per routed copy, are left out.", "", *_rows(),
-        "## Scale up to which communication is overlapped (model)", "",
-        "GPUs up to which at most a tenth of forward and backward waits for communication:", "", *_hidden(),
     ]).strip()  # fmt: skip
 
 
@@ -192,22 +153,18 @@ def draw(path: Path) -> None:
 
     from .picture import REPRODUCIBLE, save
 
-    colors = dict(zip(SENDS, ("tab:red", "tab:orange", "tab:green"), strict=True))
-    labels = {
-        "each": "each copy of a token",
-        "summed": "a token once per rank",
-        "host": "a token once per host",
-    }
+    colors = dict(zip(SENDS, ("tab:red", "tab:orange"), strict=True))
+    labels = {"each": "each copy of a token", "summed": "a token once per rank"}
     with rc_context(REPRODUCIBLE):
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         for axes, (dim, hidden) in zip(figure.subplots(1, len(SHAPES)), SHAPES, strict=True):
             for send in SENDS:
                 for name, style in (("`mxfp8`", "-"), ("`mxfp8`, four MXFP8 all-to-alls", ":")):
-                    of = [directions(case_of(dim, hidden, ranks, RECIPES[name], send)) for ranks in SCALES]
+                    of = [best(case_of(dim, hidden, ranks, RECIPES[name], send)) for ranks in SCALES]
                     label = f"{labels[send]}, {name.replace('`', '')}"
                     axes.plot(
                         SCALES,
-                        [sum(map(overlapped, both)) * 1e3 for both in of],
+                        [seconds * 1e3 for _, seconds in of],
                         style,
                         color=colors[send],
                         label=label,

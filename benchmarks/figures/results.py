@@ -19,7 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "stages_us", "parts_us",
+OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "parts_us",
             "peer_parts_us", "experts_ratio", "dense_ratio", "ceiling", "largest_group")  # fmt: skip
 
 
@@ -47,7 +47,6 @@ class Line:
     peer_peak_nbytes: int | None = None  # of layers and of expert parallelism
     joules: float | None = None  # of a step of back-to-back steps; None without NVML's energy counter
     peer_joules: float | None = None
-    stages_us: Mapping[str, float] | None = None  # parts of a run over a transport, each alone; exposed communication
     parts_us: Mapping[str, float] | None = None  # of an optimizer step of a model: its kernels by part, and idle
     peer_parts_us: Mapping[str, float] | None = None
     experts_ratio: float | None = None  # of a model: the peer's time of the experts alone, divided by ours

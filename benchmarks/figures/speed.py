@@ -15,8 +15,6 @@ PRODUCT = {**H200.products.large[0]._asdict(), "recipe": RECIPE}
 RANKS = 2
 """The most GPUs whose lines are of the newest kernels."""
 HOWS = {
-    "collectives": "`Collectives`",
-    "copy engines": "`CopyEngines`",
     "peer memory": "`PeerMemory`",
     "peer memory, in a graph": "`PeerMemory` in a CUDA graph",
     "jit": "JAX, all-to-all, relative to its recipe `bf16`",

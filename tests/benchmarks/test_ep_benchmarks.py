@@ -1,5 +1,5 @@
-"""The benchmark of expert parallelism on two CPU ranks, at small sizes: every check, candidate, line and table, and the
-picture of a step. The figures mean nothing."""
+"""The benchmark of expert parallelism on two CPU ranks, at small sizes: every check, candidate, line and table. The
+figures mean nothing."""
 
 import doctest
 import json
@@ -15,19 +15,17 @@ import numpy as np
 import pytest
 import torch
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend.overlap.copy_engines import CopyEngines
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 
 from benchmarks import ep, ep_jax, readme
 from benchmarks.cases import chosen_experts, shapes
-from benchmarks.cases.ep import ep_layer, ep_wire, ep_work, expert_parallel
+from benchmarks.cases.ep import ep_layer, ep_work, expert_parallel
 from benchmarks.clocks import device_timing
-from benchmarks.figures import results, timeline
-from benchmarks.figures.tables import table_ep
-from benchmarks.figures.timeline import Event
+from benchmarks.figures import results
 
 ROOT = Path(__file__).parents[2]
 RANKS = 2
-HOWS = ("bf16 wire", "in turn", "collectives")
+HOWS = ("bf16 wire", "in turn")
 OF_LAYERS = (*HOWS, "deduplicate dispatch", "deduplicate both")
 # Formulas as written: compiling them for a CPU takes longer than the rest.
 SCRIPT = """
@@ -46,14 +44,13 @@ for only, routing in runs:
     lines = list(ep.lines(only, routing, rounds=1))
     with (out / f"lines{ep.dist.get_rank()}").open("a") as file:
         file.writelines(dumps(asdict(line)) + "\\n" for line in lines)
-assert not list(ep.lines(["layer", "mxfp8", "collectives"], trace=out / "trace.json"))
 leave()
 """
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the lines of both ranks and the trace of the first one."""
+    """The folder with the lines of both ranks."""
     out = tmp_path_factory.mktemp("ep")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -92,17 +89,6 @@ def test_every_candidate_is_a_line_of_the_first_rank(rows: list[dict[str, Any]],
 
 
 @pytest.mark.slow
-def test_a_run_over_a_transport_has_its_parts(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        parts = row["stages_us"]
-        assert (parts is not None) == (row["case"]["how"] == "collectives")
-        if parts:
-            assert parts.keys() == {"wire", "products", "without_wire", "exposed"}
-            assert parts["exposed"] == pytest.approx(row["us"] - parts["without_wire"], abs=0.1)
-            assert min(parts["wire"], parts["products"]) > 0
-
-
-@pytest.mark.slow
 def test_the_tables_have_a_row_per_candidate(
     rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +97,8 @@ def test_the_tables_have_a_row_per_candidate(
         results.record(results.Run("2x GPU", "a" * 40), results.Line(**row), tmp_path / "h200_ep.jsonl")
     text = readme.DOCUMENTS[ROOT / "docs" / "results" / "expert_parallel.md"]()
     product, layer = text.split("### The whole layer")
-    assert (product.count("\n| 256,"), layer.count("\n| 96,")) == (6, 15)
-    assert product.count(" / ") > layer.count("| `Collectives` |") == 3
+    assert (product.count("\n| 256,"), layer.count("\n| 96,")) == (4, 12)
+    assert product.count(" / ") > layer.count("| no transport |") == 3
 
 
 def test_the_layer_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,10 +137,11 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
     group, device = torch.distributed.group.WORLD, torch.device("cpu")
     assert group is not None
     shape, recipe = expert_parallel.TINY[0], Recipe.parse("mxfp8")
-    work = expert_parallel.work(shape, "balanced", recipe, {"nothing": ep_wire.NoWire(group)}, device)
+    right = expert_parallel.work(shape, "balanced", recipe, {}, device)
+    lost = lambda: right.forwards[ep_work.IN_TURN]() * 2  # noqa: E731
+    work = right._replace(forwards={**right.forwards, "nothing": lost})
     with pytest.raises(AssertionError, match=r"^ep: nothing: differs from the run without a transport: \{'y': \d+, "):
         ep_work.check(work)
-    right = work._replace(forwards={name: f for name, f in work.forwards.items() if name != "nothing"})
     assert min(ep_work.check(right).values()) >= expert_parallel.MIN_SQNR_DB
     with pytest.raises(AssertionError, match=r"^ep: bf16 wire: \{'y': .*\} dB from bf16; expected 40 or more$"):
         ep_work.check(right._replace(min_sqnr_db=40))
@@ -166,21 +153,21 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
 
 
 def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    engines = object.__new__(CopyEngines)  # its constructor needs a GPU
-    engines.rank = 1
-    buffer: Any = SimpleNamespace(of_rank=[torch.empty(32), torch.empty(16)])
-    engines.buffers = {"experts": buffer, "tokens": None}
-    assert ep_work.held_nbytes(engines) == 64
+    memory = object.__new__(PeerMemory)  # its constructor needs a GPU
+    memory.buffer = None
+    assert ep_work.held_nbytes(memory) == 0
+    memory.buffer = SimpleNamespace(starts=(0, 32, 48, 64))  # type: ignore[assignment]
+    assert ep_work.held_nbytes(memory) == 64
     monkeypatch.setattr(ep, "peak_nbytes", lambda run: (run(), 1000)[1])
-    monkeypatch.setattr(ep, "held_nbytes", lambda transport: 64)
-    forward, both = list(ep.lines(["product", "mxfp8"], rounds=1))[-2:]
-    assert (both.case["how"], both.peak_nbytes, both.peer_peak_nbytes) == ("collectives", 1064, 1000)
+    work = expert_parallel.work(expert_parallel.TINY[0], "balanced", Recipe.parse("mxfp8"), {}, torch.device("cpu"))
+    work = work._replace(forwards={**work.forwards, "over peers": work.forwards[ep_work.IN_TURN]})
+    forward, both = ep._measured(work, {"over peers": memory}, torch.device("cpu"), 1)[-2:]
+    assert (both.case["how"], both.peak_nbytes, both.peer_peak_nbytes) == ("over peers", 1064, 1000)
     assert (forward.peak_nbytes, forward.peer_peak_nbytes) == (None, None)
 
 
-@pytest.mark.parametrize("module", [chosen_experts, table_ep, timeline])
-def test_examples_in_docstrings(module: Any) -> None:
-    found = doctest.testmod(module)
+def test_examples_in_docstrings() -> None:
+    found = doctest.testmod(chosen_experts)
     assert found.attempted
     assert not found.failed
 
@@ -219,65 +206,3 @@ def test_rows_of_a_product() -> None:
     shares = [np.array(chosen_experts.counts("dirichlet", 131072, 16, rank)) / 131072 for rank in range(2)]
     assert np.abs(shares[0] - shares[1]).max() < 0.02  # one popularity
     assert shares[0].max() > 2 / 16
-
-
-def synthetic() -> list[dict[str, Any]]:
-    """The forward is marked from 10 to 30 on the host; stream 7 has kernels, stream 9 copies from a peer."""
-
-    def kernel(name: str, ts: float, dur: float, launched: float, cat: str = "kernel", stream: int = 7) -> None:
-        number = len(events)
-        events.append({"ph": "X", "cat": "cuda_runtime", "name": "launch", "ts": launched, "dur": 1,
-                       "args": {"correlation": number}})  # fmt: skip
-        events.append({"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur,
-                       "args": {"correlation": number, "stream": stream}})  # fmt: skip
-
-    events: list[dict[str, Any]] = [
-        {"ph": "X", "cat": "user_annotation", "name": timeline.MARK, "ts": 10, "dur": 20, "args": {}},
-        {"ph": "M", "name": "process_name"},
-    ]
-    kernel("ncclDevKernel_AllReduce", 1, 5, 0)  # the barrier before
-    kernel("void mxep::cuda::(anonymous namespace)::quantize_tiles<...>", 20, 10, 12)
-    kernel("Memcpy DtoD (Device -> Device)", 25, 20, 14, "gpu_memcpy", 9)
-    kernel("void mxep::cuda::sm90::(anonymous namespace)::grouped_gemm_fp8_nt<RowScales>", 45, 30, 16)
-    kernel("Memcpy DtoD (Device -> Device)", 76, 2, 18, "gpu_memcpy")
-    events.append({"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy PtoP (Device -> Device)", "ts": 79, "dur": 6,
-                   "args": {"correlation": 1000, "stream": 9}})  # fmt: skip
-    kernel("combine_bwd_row_kernel", 100, 10, 31)
-    kernel("void mxep::cuda::(anonymous namespace)::backward_rows<...>", 110, 5, 32)
-    kernel("ncclDevKernel_SendRecv", 112, 10, 33, stream=11)
-    return events
-
-
-def test_the_lanes_of_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": synthetic()}))
-    events = timeline.read(path)
-    assert events == [
-        Event("forward", "other kernels", "quantize", 0, 10),
-        Event("forward", "copies/wire", "copies from peers", 5, 25),
-        Event("forward", "GEMMs", "GEMMs", 25, 55),
-        Event("forward", "copies/wire", "rows of this rank", 56, 58),
-        Event("forward", "copies/wire", "copies from peers", 59, 65),  # of an unknown launch, after the host returned
-        Event("backward", "other kernels", "sum over replicas", 80, 90),
-        Event("backward", "other kernels", "SwiGLU", 90, 95),
-        Event("backward", "copies/wire", "all-to-all", 92, 102),
-    ]
-    found = {line[:36].strip(): line[36:].split() for line in timeline.table(events).splitlines()}
-    assert found["GEMMs: GEMMs"] == ["0.030", "0.000"]
-    assert found["copies/wire without a kernel"] == ["0.023", "0.007"]
-    assert found["from the first to the last"] == ["0.065", "0.022"]
-    timeline.draw(events, tmp_path / "trace.svg")
-    text = (tmp_path / "trace.svg").read_text()
-    assert all(word in text for word in (*timeline.LANES, *timeline.DIRECTIONS, "copies from peers"))
-    path.write_text(json.dumps({"traceEvents": synthetic()[1:]}))
-    with pytest.raises(ValueError, match=r"^timeline: path: got trace.json with 0 marks of a forward and nothing aft"):
-        timeline.read(path)
-
-
-@pytest.mark.slow
-def test_a_step_on_a_cpu_has_its_stages(measured: Path) -> None:
-    events = timeline.read(measured / "trace.json")
-    found = {(event.direction, event.stage) for event in events}
-    stages = ("GEMMs", "quantize", "SwiGLU", "sum over replicas", "router", "all-to-all")
-    assert found >= {(direction, stage) for direction in timeline.DIRECTIONS for stage in stages}
-    assert {event.stage for event in events} <= timeline.COLORS.keys()

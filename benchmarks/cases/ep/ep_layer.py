@@ -14,9 +14,8 @@ import torch.distributed as dist
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ExpertParallel, MoE, RouterConfig, grouped_swiglu_ffn
-from mxep.torch_frontend.overlap.expert_parallel import Transport, choose_exchange
-from mxep.torch_frontend.overlap.local_experts import FFNExperts
-from mxep.torch_frontend.products.ffn import FFNOptions, ffn_call
+from mxep.torch_frontend.overlap.expert_parallel import choose_exchange
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -29,9 +28,7 @@ from ..case import Tensors, values
 from ..chosen_experts import logits, places
 from ..moe_layer import OUTPUTS
 from ..shapes import MoELayer
-from .ep_products import Products
-from .ep_wire import NoWire
-from .ep_work import BF16_WIRE, IN_TURN, ONCE, PEER, SUMMED, Work, stages_of
+from .ep_work import BF16_WIRE, IN_TURN, ONCE, PEER, SUMMED, Work
 
 BF16 = torch.bfloat16
 H200 = (*shapes.H200.moe_layers[:2], MoELayer(16384, 5120, 1536, 48, 6), MoELayer(8192, 2048, 768, 128, 8))
@@ -64,7 +61,7 @@ def our_layer(shape: MoELayer, recipe: Recipe, group: dist.ProcessGroup, device:
 
 
 def work(
-    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
+    shape: MoELayer, routing: str, recipe: Recipe, transports: Mapping[str, PeerMemory], device: torch.device
 ) -> Work:
     """The layer of this shape, `tokens` on each of the ranks of the default group."""
     group = dist.group.WORLD
@@ -74,9 +71,8 @@ def work(
     dy = values(shape.tokens, shape.dim, device=device.type, octaves=0.5)
     ours = moe.router.weight, moe.experts.w1, moe.experts.w3, moe.experts.w2
     plain = Weights(*(_local(w).detach().requires_grad_() for w in ours))
-    no_wire = NoWire(group)
 
-    def over(transport: Transport | None, deduplicate: Deduplicate = None) -> Callable[[], Tensor]:
+    def over(transport: PeerMemory | None, deduplicate: Deduplicate = None) -> Callable[[], Tensor]:
         def forward() -> Tensor:
             moe.experts.exchange = choose_exchange(transport, deduplicate)
             return moe(x)[0]
@@ -101,9 +97,6 @@ def work(
     t, _, _, e, k = shape
     table = [(places(routing, t, e, k, rank) < k).sum(0).tolist() for rank in range(group.size())]
     here = slice(group.rank() * len(plain.w1), (group.rank() + 1) * len(plain.w1))
-    call = ffn_call("benchmark", plain[1:], device, True, FFNOptions(recipe))
-    experts, parameters = FFNExperts(call, (None, None, None)), (*plain[1:], None, None, None)
-    prob = torch.full((t,), 1 / k, device=device)
     return Work(
         op="ep_layer",
         case={**shape._asdict(), "ranks": group.size(), "routing": routing, "recipe": recipe.name},
@@ -117,10 +110,6 @@ def work(
             **{name: over(t) for name, t in transports.items()},
         },
         step=step,
-        stages={
-            **Products(experts, parameters, recipe, table, x, dy, prob).stages(),
-            **stages_of(over(no_wire), step, no_wire, transports),
-        },
         groups=torch.tensor(table, device=device).sum(0)[here] > 0,
         min_sqnr_db=MIN_SQNR_DB,
     )

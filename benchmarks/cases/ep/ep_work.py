@@ -1,18 +1,14 @@
 """One measurement of expert parallelism: the work of all ranks, and its peer."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mxep.torch_frontend.overlap.copy_engines import CopyEngines
-from mxep.torch_frontend.overlap.expert_parallel import Transport
 from mxep.torch_frontend.overlap.peer_memory import PeerMemory
-from mxep.torch_frontend.overlap.transport import PlannedTransport
 from torch import Tensor
 
 from ..case import Tensors
-from .ep_wire import NoWire, run_transfers
 
 PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
 """The plain pipeline; the same with our GEMMs; ours without a transport."""
@@ -23,9 +19,8 @@ ONCE, SUMMED = "deduplicate dispatch", "deduplicate both"
 class Work(NamedTuple):
     """op: "ep" or "ep_layer". case: sizes and options. flops: of the forward, and of both directions.
     outputs: names of the results of `step`. forwards: PEER, BF16_WIRE, IN_TURN, of a layer ONCE and SUMMED, and the
-    transports. step: a forward -> its result and all gradients. stages: parts of a step, each alone, by "wire",
-    "products" or "without a wire" and the direction. groups: local experts that have rows; torch does not define the
-    weight gradients of the others."""
+    transports. step: a forward -> its result and all gradients. groups: local experts that have rows; torch does not
+    define the weight gradients of the others."""
 
     op: str
     case: Mapping[str, object]
@@ -33,45 +28,17 @@ class Work(NamedTuple):
     outputs: tuple[str, ...]
     forwards: Mapping[str, Callable[[], Tensor]]
     step: Callable[[Callable[[], Tensor]], Tensors]
-    stages: Mapping[str, Callable[[], object]]
     groups: Tensor
     min_sqnr_db: float
-
-    @property
-    def with_wire(self) -> list[str]:
-        """The transports whose wire is timed alone."""
-        return [name for name in self.transports if f"{name} wire forward" in self.stages]
 
     @property
     def transports(self) -> list[str]:
         return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN, ONCE, SUMMED)]
 
 
-def stages_of(
-    without: Callable[[], Tensor], step: Callable[[Callable[[], Tensor]], Tensors], no_wire: NoWire,
-    transports: Mapping[str, Transport],
-) -> dict[str, Callable[[], object]]:  # fmt: skip
-    """The communication alone of each transport except `PeerMemory`, and the step without communication. without: the
-    forward over `no_wire`."""
-    step(without)
-    transfers = list(no_wire.transfers)  # of the forward, then of its backward
-    stages: dict[str, Callable[[], object]] = {"without a wire forward": without}
-    stages["without a wire both"] = lambda: step(without)
-    for name, of in transports.items():
-        if isinstance(of, PeerMemory):
-            continue
-        transport = cast(PlannedTransport, of)
-        stages[f"{name} wire forward"] = lambda t=transport: run_transfers(t, transfers[:2])
-        stages[f"{name} wire backward"] = lambda t=transport: run_transfers(t, transfers[2:])
-    return stages
-
-
-def held_nbytes(transport: Any) -> int:
-    """The bytes of a transport's own memory on this rank, which torch's allocator does not count."""
-    if isinstance(transport, PeerMemory):
-        return transport.buffer.starts[-1] if transport.buffer is not None else 0
-    buffers = transport.buffers.values() if isinstance(transport, CopyEngines) else ()
-    return sum(buffer.of_rank[transport.rank].nbytes for buffer in buffers if buffer is not None)
+def held_nbytes(memory: PeerMemory) -> int:
+    """The bytes of mapped memory of this rank, which torch's allocator does not count."""
+    return memory.buffer.starts[-1] if memory.buffer is not None else 0
 
 
 def check(work: Work) -> dict[str, float]:

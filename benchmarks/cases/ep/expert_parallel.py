@@ -1,7 +1,7 @@
 """Expert parallelism of one GEMM: a plain pipeline, and ours without and with overlap.
 
 "in turn"    dispatch --> grouped_mm --> combine, without a transport
-overlapped   expert_parallel_mm, by each transport
+overlapped   expert_parallel_mm, over peer memory
 """
 
 from collections.abc import Callable, Mapping
@@ -15,18 +15,15 @@ from mxep.torch_frontend import combine, grouped_mm
 from mxep.torch_frontend.exchange.counts import Request
 from mxep.torch_frontend.exchange.dispatch import dispatch_over
 from mxep.torch_frontend.exchange.shards import Ranks
-from mxep.torch_frontend.overlap.expert_parallel import Overlapped, Transport
-from mxep.torch_frontend.overlap.local_experts import MM, MMExperts
-from mxep.torch_frontend.products.grouped_mm import MMCall
-from mxep.torch_frontend.products.products import ProductOptions
+from mxep.torch_frontend.overlap.expert_parallel import Overlapped
+from mxep.torch_frontend.overlap.local_experts import MM
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 from torch import Tensor
 
 from ...peers.expert_parallel import grouped_mm_bf16, pipeline
 from ..case import Tensors
 from ..chosen_experts import counts as rows_of_experts
-from .ep_products import Products
-from .ep_wire import NoWire
-from .ep_work import BF16_WIRE, IN_TURN, PEER, Work, stages_of
+from .ep_work import BF16_WIRE, IN_TURN, PEER, Work
 
 BF16 = torch.bfloat16
 MIN_SQNR_DB = 21.0
@@ -84,14 +81,14 @@ class Inputs(NamedTuple):
 
 
 def work(
-    shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, Transport], device: torch.device
+    shape: EPShape, routing: str, recipe: Recipe, transports: Mapping[str, PeerMemory], device: torch.device
 ) -> Work:
     """The pipeline of a product at this shape, for all ranks of the default group."""
     inputs, group = Inputs.of(shape, routing, device), dist.group.WORLD
     assert group is not None
     rows, w, _, counts, ranks, _ = inputs
     groups = torch.tensor(inputs.received, device=device).sum(0)
-    ends, no_wire = groups.cumsum(0).to(torch.int32), NoWire(group)
+    ends = groups.cumsum(0).to(torch.int32)
 
     request = Request("benchmark", rows, counts, recipe, ranks, out_dtype=BF16)
 
@@ -99,14 +96,12 @@ def work(
         groups, _, route = dispatch_over(request)
         return combine(grouped_mm(groups, w, route.group_ends, recipe=recipe, pad_token_groups=False), route)
 
-    def over(transport: Transport) -> Callable[[], Tensor]:
+    def over(transport: PeerMemory) -> Callable[[], Tensor]:
         exchange = Overlapped(transport)
         return lambda: exchange.dispatch(request)[2].run(MM(w, None, recipe), rows, None)
 
     ours = lambda x, w: grouped_mm(x, w, ends, recipe=recipe, pad_token_groups=False)  # noqa: E731
     m, k, n, _ = shape
-    experts = MMExperts(MMCall(ProductOptions.of(recipe, device, False, True), BF16), None)
-    products = Products(experts, (w, None), recipe, inputs.table, rows, inputs.dy, None)
     return Work(
         op="ep",
         case={**shape._asdict(), "ranks": ranks.degree, "routing": routing, "recipe": recipe.name},
@@ -119,10 +114,6 @@ def work(
             **{name: over(transport) for name, transport in transports.items()},
         },
         step=inputs.step,
-        stages={
-            **products.stages(),
-            **stages_of(over(no_wire), inputs.step, no_wire, transports),
-        },
         groups=groups > 0,
         min_sqnr_db=MIN_SQNR_DB,
     )

@@ -9,8 +9,8 @@ Row = Mapping[str, Any]
 OPS = ("ep_fwd", "ep_fwd_bwd", "ep_layer_fwd", "ep_layer_fwd_bwd")
 HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport",
         "deduplicate dispatch": "no transport, `deduplicate=\"dispatch\"`",
-        "deduplicate both": "no transport, `deduplicate=\"both\"`", "collectives": "`Collectives`",
-        "copy engines": "`CopyEngines`", "peer memory": "`PeerMemory`",
+        "deduplicate both": "no transport, `deduplicate=\"both\"`",
+        "peer memory": "`PeerMemory`",
         "peer memory, in a graph": "`PeerMemory`, in a CUDA graph",
         "jit": "`jit`, and recipe `bf16` as bf16",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
@@ -22,8 +22,7 @@ TORCH_BEST = "torch_best"
 """The peer of lines of JAX, measured alternating with PyTorch: its name is in case.peer_is."""
 TITLES = {"ep": "### One grouped GEMM", "ep_layer": "### The whole layer"}
 HEAD = ("{sizes}, dim/hidden, experts{top_k}", "GPUs, routing", "recipe", "exchanges", "forward, ms: bf16 / mxep",
-        "backward", "together", "e, forward / backward", "exposed, forward / backward, ms",
-        "peak memory, GiB: bf16 / mxep", "n", "dB")  # fmt: skip
+        "backward", "together", "peak memory, GiB: bf16 / mxep", "n", "dB")  # fmt: skip
 
 
 def is_ep(op: str) -> bool:
@@ -40,23 +39,8 @@ def _pair(ours: float, theirs: float) -> str:
     return f"{theirs / 1e3:.1f} / {ours / 1e3:.1f} ({theirs / ours:.2f}x)"
 
 
-def e_of(one: Row, both: Row) -> tuple[float, float] | None:
-    """max(wire, products) / measured of the forward and of the backward; None if the parts are not recorded.
-
-    >>> parts = {"wire": 3.0, "products": 6.0}
-    >>> e_of({"us": 8.0, "stages_us": parts}, {"us": 18.0, "stages_us": {"wire": 8.0, "products": 15.0}})
-    (0.75, 0.9)
-    """
-    first, all_ = one.get("stages_us") or {}, both.get("stages_us") or {}
-    if not first or not all_:
-        return None
-    backward = max(all_[part] - first[part] for part in ("wire", "products"))
-    return max(first["wire"], first["products"]) / one["us"], backward / (both["us"] - one["us"])
-
-
 def _cells(one: Row, both: Row) -> tuple[str, ...]:
-    case, e = one["case"], e_of(one, both)
-    exposed = [row["stages_us"]["exposed"] / 1e3 for row in (one, both) if row.get("stages_us")]
+    case = one["case"]
     peaks = [both[name] / 2**30 for name in ("peer_peak_nbytes", "peak_nbytes") if both.get(name) is not None]
     framework = "JAX, " if one["frontend"] == "jax" else ""
     return (
@@ -67,8 +51,6 @@ def _cells(one: Row, both: Row) -> tuple[str, ...]:
         _pair(one["us"], one["peer_us"]),
         _pair(both["us"] - one["us"], both["peer_us"] - one["peer_us"]),
         f"**{_pair(both['us'], both['peer_us'])}**",
-        f"{e[0]:.2f} / {e[1]:.2f}" if e else "",
-        f"{exposed[0]:.1f} / {exposed[1] - exposed[0]:.1f}" if exposed else "",
         " / ".join(f"{peak:.1f}" for peak in peaks),
         str(both["n"]),
         str(both["error"]["sqnr_db"]),
@@ -79,7 +61,7 @@ def tables(rows: Sequence[Row]) -> str:
     """The tables, in the order of the lines; "" without lines."""
     text: list[str] = []
     alternating = [row for row in rows if row["peer"] == TORCH_BEST]
-    rows = [row for row in rows if row["peer"] != TORCH_BEST]
+    rows = [row for row in rows if row["peer"] != TORCH_BEST and row["case"]["how"] in HOWS]  # older lines have others
     for op, title in TITLES.items():
         both = {_key(row): row for row in rows if row["op"] == f"{op}_fwd_bwd"}
         found = [(row, both[_key(row)]) for row in rows if row["op"] == f"{op}_fwd" and _key(row) in both]
