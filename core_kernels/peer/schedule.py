@@ -2,10 +2,11 @@
 
     forward   main  MEET | homes | weights quantized | p1 s p2 of chunk 0 | p1 s p2 of 1 | ...            | MEET | sum
               side               '- pull 0 | pull 1 | ... -|              '- push 0 |- push 1 | ... -'
-    backward  main  MEET | x along tokens | dh of 0 | dh of 1 ... | SwiGLU' | dx | dy along tokens | dw | MEET | sum
-              side       '- pull 0 | pull 1 | ...                                '---- push of dx -----'
+    backward  main  MEET | dh of 0 | dh of 1 ... | dy_t | SwiGLU' | dx | dw2 | x_t | dw1 dw3 | MEET | sum
+              side       '- pull 0 | pull 1 | ...                      '--- push of dx ----'
 
-    p1: gate and up, s: SwiGLU, p2: down; pull, push: exchange.cu; programs/mm.py: one product in place of the three
+    p1: gate and up, s: SwiGLU, p2: down; dy_t, x_t: requantized along tokens; pull, push: exchange.cu; programs/mm.py: one
+    product in place of the three
 
 A chunk is a range of local experts, fixed here; its rows are on the device. Products that overlap with a pull or a push
 leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a
@@ -149,22 +150,32 @@ def list_earlier(steps: Sequence[Step]) -> list[list[int]]:
 
 def place(nbytes: dict[str, int], users: dict[str, list[int]], steps: Sequence[Step]) -> tuple[dict[str, int], int]:
     """Offsets in one buffer, and its size. Two arrays share memory if all steps with one end before all with the
-    other start, whatever the order in which the streams run."""
+    other start, whatever the order in which the streams run.
+
+    Each array gets the lowest free offset, once in the order of sizes and once in the order of last uses, from the
+    last step. The smaller buffer is returned: either order can leave gaps that no other array fits in.
+    """
     earlier = list_earlier(steps)
 
     def before(x: str, y: str) -> bool:
         return all(j < earlier[i][steps[j].stream] for i in users[y] for j in users[x])
 
-    places: dict[str, int] = {}
-    for name in sorted(nbytes, key=lambda name: -nbytes[name]):
-        taken = sorted((at, at + nbytes[x]) for x, at in places.items() if not before(x, name) and not before(name, x))
-        at = 0
-        for begin, end in taken:
-            if at + nbytes[name] <= begin:
-                break
-            at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
-        places[name] = at
-    return places, max((at + nbytes[name] for name, at in places.items()), default=0)
+    share = {(x, y) for x in nbytes for y in nbytes if before(x, y) or before(y, x)}
+
+    def in_order(names: Sequence[str]) -> tuple[dict[str, int], int]:
+        places: dict[str, int] = {}
+        for name in names:
+            at = 0
+            for begin, end in sorted((at, at + nbytes[x]) for x, at in places.items() if (x, name) not in share):
+                if at + nbytes[name] <= begin:
+                    break
+                at = max(at, -(-end // ALIGNMENT) * ALIGNMENT)
+            places[name] = at
+        return places, max((at + nbytes[name] for name, at in places.items()), default=0)
+
+    by_size = sorted(nbytes, key=lambda name: -nbytes[name])
+    by_last_use = sorted(by_size, key=lambda name: -users[name][-1])
+    return min(in_order(by_size), in_order(by_last_use), key=lambda found: found[1])
 
 
 EXCHANGE_OPS = "find_home", "pull_fold", "push_rows"
@@ -346,11 +357,11 @@ def write_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: bool 
     to.give("prob", (m,), "float32")
     arrived = _pulls(to, sizes, memory, "y", chunks)
     _quantize(to, sizes) if quantize else _give_weights(to, sizes, True)
-    to.add(requantize_col_fold, ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
     for chunk, mark in zip(chunks, arrived, strict=True):
         to.wait(MAIN, mark)
         operands = "y_qf", "y_row_sf", "w2_q_t", "w2_sf_t", "group_ends"
         to.add(grouped_mm_fold, operands, ("dh",), share=(*chunk, RESERVED), clear_rest=False)
+    to.add(requantize_col_fold, ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
     alpha, limit, offset = sizes.numbers
     parts = [f"{of}_{part}" for of in ("gate", "up") for part in ("qf", "row_sf", "q_t", "span_sf")]
     to.add(
@@ -360,10 +371,10 @@ def write_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: bool 
     operands = "gate_qf", "gate_row_sf", "w1_q_t", "w1_sf_t", "up_qf", "up_row_sf", "w3_q_t", "w3_sf_t", "group_ends"
     to.add(grouped_mm_fold_sum, operands, ("dx",), clear_rest=False)
     _push(to, memory, "dx", "dprob")
-    to.add(requantize_col_fold, ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
     beside = 0, ALL, RESERVED
     operands = "y_q_t", "y_span_sf", "h_q_t", "h_span_sf", "group_ends"
     to.add(grouped_wgrad_fold, operands, ("dw2",), share=beside, out_dtype=sizes.dtype)
+    to.add(requantize_col_fold, ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
     operands = "gate_q_t", "gate_span_sf", "x_q_t", "x_span_sf", "up_q_t", "up_span_sf", "group_ends"
     to.add(grouped_wgrad_fold_pair, operands, ("dw1", "dw3"), share=beside, out_dtype=sizes.dtype)
     to.order(SIDE, MAIN)
