@@ -17,6 +17,7 @@ A `Program` names arrays and steps; a frontend allocates the arrays and calls on
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ..fold.gathered.plan_requantize import requantize_col_fold
@@ -31,7 +32,9 @@ from ..tiles import cdiv
 MAIN, SIDE = 0, 1
 RESERVED = 16
 """Multiprocessors of a pull or push: 16 move 290 to 360 GB/s on an H200 (benchmarks/results/h200_exchange_probe)."""
-MOST_CHUNKS = 4
+FORWARD, BACKWARD = (1, 3, 3, 1), (1, 2, 2, 3)
+"""Relative sizes of the chunks of experts. The first pull and the last push overlap with no product: a short first
+chunk, and in the forward a short last one. The push of the backward has no chunks."""
 MULTIPLE, LONGEST = 512, 8192
 """Of dim: scales of a row are whole vectors of 16 bytes, and a ring of rows fits in shared memory."""
 ALIGNMENT = 256
@@ -115,14 +118,23 @@ class Sizes(NamedTuple):
     numbers: tuple[float, ...]
 
 
-def list_chunks(groups: int) -> list[tuple[int, int]]:
-    """The first and the last expert of each chunk, as a range.
+def list_chunks(groups: int, parts: Sequence[int]) -> list[tuple[int, int]]:
+    """The first and the last expert of each chunk, as a range. parts: the relative sizes of the chunks; each has at
+    least one expert, so that fewer experts than parts are as many chunks.
 
-    >>> list_chunks(6)
-    [(0, 1), (1, 3), (3, 4), (4, 6)]
+    >>> list_chunks(16, (1, 3, 3, 1))
+    [(0, 2), (2, 8), (8, 14), (14, 16)]
+    >>> list_chunks(5, (1, 3, 3, 1))
+    [(0, 1), (1, 2), (2, 4), (4, 5)]
+    >>> list_chunks(2, (1, 3, 3, 1))
+    [(0, 1), (1, 2)]
     """
-    n = min(groups, MOST_CHUNKS)
-    return [(groups * c // n, groups * (c + 1) // n) for c in range(n)]
+    n, total = min(groups, len(parts)), sum(parts)
+    ends = [0]
+    for c in range(1, n):
+        end = round(groups * sum(parts[:c]) / total)
+        ends.append(min(max(end, ends[-1] + 1), groups - (n - c)))
+    return list(pairwise([*ends, groups]))
 
 
 def nbytes_of(array: ArrayType) -> int:
@@ -317,7 +329,7 @@ def write_forward(
 ) -> Program:
     """quantize: weights are given, not their operands. results: of SAVED and TRANSPOSED. of_peers: the ranks are the
     devices of one process; home and prob are given, and addresses are found by the call (program_of_peers.h)."""
-    to, chunks = _Writer(), list_chunks(sizes.groups)
+    to, chunks = _Writer(), list_chunks(sizes.groups, FORWARD)
     to.give("group_ends", (sizes.groups,), "int32")
     _addresses(to, sizes, of_peers)
     _find_home(to, sizes, memory, of_peers)
@@ -346,7 +358,7 @@ def write_forward(
 
 def write_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: bool = False) -> Program:
     """Results: dw1, dw3, dw2."""
-    to, m, f, chunks = _Writer(), sizes.rows, sizes.hidden, list_chunks(sizes.groups)
+    to, m, f, chunks = _Writer(), sizes.rows, sizes.hidden, list_chunks(sizes.groups, BACKWARD)
     to.give("home", (m, 2), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
     _addresses(to, sizes, of_peers)

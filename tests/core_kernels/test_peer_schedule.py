@@ -1,17 +1,23 @@
-"""The programs of core_kernels/peer/schedule.py: the memory of their arrays and the order of their steps."""
+"""The programs of core_kernels/peer/schedule.py: chunks, the memory of their arrays and the order of their steps."""
 
-from collections.abc import Mapping
+import doctest
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import pytest
+from mxep.core_kernels.peer import schedule
 from mxep.core_kernels.peer.plan import capacity_of
 from mxep.core_kernels.peer.schedule import (
     ADDRESSES,
     ALIGNMENT,
+    BACKWARD,
+    FORWARD,
     SAVED,
     TRANSPOSED,
     Memory,
     Program,
     Sizes,
+    list_chunks,
     list_earlier,
     nbytes_of,
     write_backward,
@@ -93,3 +99,18 @@ def test_weight_gradients_are_overlapped_with_the_push() -> None:
     of_y, of_x = (i for i, op in enumerate(ops) if op == "requantize_col_fold")
     dw2, dw1 = ops.index("grouped_wgrad_fold"), ops.index("grouped_wgrad_fold_pair")
     assert of_y < ops.index("push_rows") < dw2 < of_x < dw1
+
+
+@pytest.mark.parametrize("parts", [FORWARD, BACKWARD, (1,), (1, 9)])
+def test_chunks_of_any_number_of_experts(parts: Sequence[int]) -> None:
+    for groups in range(1, 200):
+        chunks = list_chunks(groups, parts)
+        assert list(chain(*(range(*chunk) for chunk in chunks))) == list(range(groups))
+        assert len(chunks) == min(groups, len(parts))
+        sizes = [last - first for first, last in chunks]
+        assert min(sizes) > 0
+        assert all(abs(n - groups * part / sum(parts)) <= 1 for n, part in zip(sizes, parts, strict=False)), sizes
+
+
+def test_examples() -> None:
+    assert doctest.testmod(schedule).failed == 0
