@@ -10,12 +10,12 @@ Routing is balanced. Every number of `Rates` is measured or quoted, and nothing 
 within a host alone (core_kernels/peer/schedule.py).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import comb
 from typing import Literal, NamedTuple, get_args
 
 from mxep.core_kernels.formats import BLOCK
-from mxep.core_kernels.peer.schedule import list_chunks
+from mxep.core_kernels.peer.schedule import BACKWARD, FORWARD, list_chunks
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.recipe import Recipe, TransferName
 
@@ -53,10 +53,9 @@ class Case(NamedTuple):
     top_k: int = 1
     send: Send = "each"
 
-    @property
-    def chunks(self) -> list[float]:
-        """The share of the experts in each chunk."""
-        return [(last - first) / self.experts for first, last in list_chunks(self.experts)]
+    def chunks(self, parts: Sequence[int]) -> list[float]:
+        """The share of the experts in each chunk. parts: FORWARD or BACKWARD of the schedule."""
+        return [(last - first) / self.experts for first, last in list_chunks(self.experts, parts)]
 
     @property
     def tokens(self) -> float:
@@ -199,7 +198,7 @@ def _direction(
     """Add the passes that the all-to-alls need, and divide the work into chunks of experts."""
     (_, width, sent), (name, back_width) = there, back
     mx_back, passes, rows = case.recipe.sends_mx(name), rates.passes, case.rows
-    returned = MX if mx_back else BF16
+    returned, chunks = MX if mx_back else BF16, case.chunks(FORWARD if name == "combine" else BACKWARD)
     after = 0.0
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
         before += arrived * width * 2 * sent / passes["permute_mx"]
@@ -215,9 +214,9 @@ def _direction(
     out, home = (transfer_seconds(case, rates, rate, w * nbytes) for (w, nbytes), rate in rows_and_rates)
     return Direction(
         before,
-        tuple(out * share for share in case.chunks),
-        tuple(work * share for share in case.chunks),
-        tuple(home * share for share in case.chunks),
+        tuple(out * share for share in chunks),
+        tuple(work * share for share in chunks),
+        tuple(home * share for share in chunks),
         filler,
         after,
         rows * width * 2 * sent / passes["permute_mx"],

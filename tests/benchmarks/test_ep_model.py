@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 import torch
-from mxep.core_kernels.peer.schedule import list_chunks
+from mxep.core_kernels.peer.schedule import BACKWARD, FORWARD, list_chunks
 from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.core_kernels.policy.recipe import RECIPES
 from mxep.torch_frontend import TokenReplicas, sort_by_expert
@@ -61,8 +61,9 @@ def test_a_token_has_the_bytes_of_the_copies_that_dispatch_lays_out(ranks: int, 
 
 def test_chunks_are_those_of_the_schedule() -> None:
     case = Case(2, 131072, 2048, 1408, 8, RECIPES["mxfp8"])
-    assert case.chunks == [(last - first) / 8 for first, last in list_chunks(8)]
-    assert sum(case.chunks) == 1
+    for parts in (FORWARD, BACKWARD):
+        assert case.chunks(parts) == [(last - first) / 8 for first, last in list_chunks(8, parts)]
+        assert sum(case.chunks(parts)) == 1
 
 
 LIMIT = 0.25

@@ -14,6 +14,8 @@ from ...fold.gathered.plan_requantize import requantize_col_fold
 from ...grouped_gemm.folded.plan import grouped_mm_fold, grouped_wgrad_fold
 from ..schedule import (
     ALL,
+    BACKWARD,
+    FORWARD,
     LONGEST,
     MAIN,
     MULTIPLE,
@@ -44,7 +46,7 @@ def takes_mm(ranks: int, groups: int, n: int, k: int) -> bool:
 
 def write_mm_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str]) -> Program:
     """quantize: w is given, not its operands. results: of SAVED_MM, w_q_t and w_sf_t."""
-    to, chunks = _Writer(), list_chunks(sizes.groups)
+    to, chunks = _Writer(), list_chunks(sizes.groups, FORWARD)
     to.give("group_ends", (sizes.groups,), "int32")
     _addresses(to, sizes, False)
     _find_home(to, sizes, memory, False)
@@ -62,7 +64,7 @@ def write_mm_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequ
 
 def write_mm_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     """Results: dw."""
-    to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups)
+    to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups, BACKWARD)
     to.give("home", (m, 2), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
     _addresses(to, sizes, False)
