@@ -1,48 +1,54 @@
-"""A performance model of expert parallelism of one GEMM, from measured rates: each stage, without and with overlap.
+"""A performance model of expert parallelism of one GEMM, from measured rates, without and with overlap.
 
-    Case, Rates --forward, backward--> Direction: seconds of each stage --in_turn, overlapped--> seconds
+    Case, Rates --forward, backward--------------------> Stages: seconds of the all-to-alls, and of the rest
+                --forward_program, backward_program----> Program: seconds of each stage --run--> seconds
 
-    in_turn      before | dispatch | group | products | scatter | combine | after
-    overlapped   wire         c0 c1 c2 ..            c0 c1 c2 ..       pulls first, then pushes of multiplied chunks
-                 products  before  c0 c1 c2 .. filler              after
+    main   before | first | GEMM c0 | GEMM c1 | ..           | last | after
+    side            pull c0 | pull c1 | .. | push c0 | push c1 | ..
 
-Routing is balanced. Every number of `Rates` is measured or quoted, and nothing is fitted. The overlapped exchange runs
-within a host alone (core_kernels/peer/schedule.py).
+The programs are in core_kernels/peer: the device drives the exchange, and no stage waits for the host. Routing is
+balanced. Every number of `Rates` is measured or quoted, and none is fitted.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import comb
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.peer.programs.mm import takes_mm
 from mxep.core_kernels.peer.schedule import BACKWARD, FORWARD, list_chunks
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.recipe import Recipe, TransferName
 
-Send = Literal["each", "summed"]
-"""Rows that are sent: one per replica; or one per rank, both ways, as `dispatch(deduplicate="both")`."""
 MX, BF16 = 1 + 1 / BLOCK, 2.0
 """Bytes per value."""
 
 
+class Copies(NamedTuple):
+    """Pulls or pushes by the reserved SMs. link: bytes/s of rows of other ranks. kernel: bytes/s of all rows. slower:
+    the time of GEMMs on the other SMs meanwhile, relative to GEMMs on all SMs with nothing at the same time."""
+
+    link: float
+    kernel: float
+    slower: float
+
+
 class Rates(NamedTuple):
     """products: FLOP/s of "forward", "dgrad", "wgrad", "bf16" (ours) and of torch's bf16 "plain forward", ... .
-    passes: bytes/s, read and written, of the other kernels. pull, push: bytes/s of each direction between GPUs of a
-    host during products, which take `narrowed` times as long then. collectives: bytes/s within a host without work at
-    the same time. network: bytes/s out of each GPU between hosts. gpus: of a host."""
+    passes: bytes/s, read and written, of the other kernels. nccl, network: bytes/s out of each GPU in an all-to-all,
+    within a host and between hosts. gpus: of a host."""
 
     products: Mapping[str, float]
     passes: Mapping[str, float]
-    pull: float
-    push: float
-    narrowed: float
-    collectives: float
+    nccl: float
     network: float
     gpus: int
+    pull: Copies
+    push: Copies
 
 
 class Case(NamedTuple):
-    """rows per rank, of `top_k` per token; experts per rank."""
+    """rows per rank, of `top_k` per token; experts per rank. once: `deduplicate="both"`."""
 
     ranks: int
     rows: int
@@ -51,48 +57,45 @@ class Case(NamedTuple):
     experts: int
     recipe: Recipe
     top_k: int = 1
-    send: Send = "each"
-
-    def chunks(self, parts: Sequence[int]) -> list[float]:
-        """The share of the experts in each chunk. parts: FORWARD or BACKWARD of the schedule."""
-        return [(last - first) / self.experts for first, last in list_chunks(self.experts, parts)]
+    once: bool = False
 
     @property
     def tokens(self) -> float:
         return self.rows / self.top_k
 
+    def overlaps(self, gpus: int) -> bool:
+        """Whether the device drives the exchange."""
+        takes = takes_mm(self.ranks, self.experts, self.hidden, self.dim)
+        return takes and not self.once and self.ranks <= gpus and self.recipe == Recipe.parse("mxfp8")
 
-class Direction(NamedTuple):
-    """Seconds. before, after: local passes before the first row is sent and after the last one is received. there,
-    back: of the communication of each chunk; chunks: of their GEMMs and folds, on all multiprocessors. filler: work
-    after the last chunk, overlapped with the last communication. group, scatter: passes that only the run without
-    overlap needs; fold too, since a pull folds. wire: of both all-to-alls without overlap. narrowed: of Rates."""
+
+class Stages(NamedTuple):
+    """Seconds without overlap. transfers: of both all-to-alls. local: of everything else."""
+
+    transfers: float
+    local: float
+
+
+class Program(NamedTuple):
+    """Seconds. before, after: local passes before the first barrier and after the last one. first: passes that need no
+    pulled row. pulls, gemms, pushes: of each chunk. last: the weight gradient with its pass."""
 
     before: float
-    there: tuple[float, ...]
-    chunks: tuple[float, ...]
-    back: tuple[float, ...]
-    filler: float
+    first: float
+    pulls: tuple[float, ...]
+    gemms: tuple[float, ...]
+    pushes: tuple[float, ...]
+    last: float
     after: float
-    group: float
-    fold: float
-    scatter: float
-    wire: float
-    narrowed: float
 
     @property
     def local(self) -> float:
-        """Everything but communication, overlapped."""
-        return self.before + self.narrowed * sum(self.chunks) + self.filler + self.after
+        """Everything but pulls and pushes, on all SMs."""
+        return self.before + self.first + sum(self.gemms) + self.last + self.after
 
     @property
-    def travel(self) -> float:
-        return sum(self.there) + sum(self.back)
-
-    @property
-    def bound(self) -> str:
-        """The resource that bounds the overlapped time from below."""
-        return "wire" if self.travel > self.narrowed * sum(self.chunks) + self.filler else "products"
+    def copies(self) -> float:
+        return sum(self.pulls) + sum(self.pushes)
 
 
 def distinct(units: int, experts: int, top_k: int) -> float:
@@ -106,9 +109,8 @@ def distinct(units: int, experts: int, top_k: int) -> float:
 
 def rows_sent(case: Case, gpus: int) -> tuple[float, float, float]:
     """Rows that a rank sends within its host and to other hosts, and rows that a rank receives, its own included."""
-    ranks = case.ranks
-    inside, experts = min(ranks, gpus), case.ranks * case.experts
-    per_token = float(case.top_k) if case.send == "each" else distinct(ranks, experts, case.top_k)
+    ranks, inside = case.ranks, min(case.ranks, gpus)
+    per_token = distinct(ranks, ranks * case.experts, case.top_k) if case.once else float(case.top_k)
     rows = case.tokens * per_token
     return rows * (inside - 1) / ranks, rows * (ranks - inside) / ranks, rows
 
@@ -149,41 +151,39 @@ def token_bytes(
     )
 
 
-def transfer_seconds(case: Case, rates: Rates, within: float, row_nbytes: float) -> float:
-    """Of all rows of an all-to-all; within: bytes/s in a host. The links there and the network work in parallel."""
+def transfer_seconds(case: Case, rates: Rates, row_nbytes: float) -> float:
+    """Of an all-to-all; the links within a host and the network send in parallel."""
     inside, remote, _ = rows_sent(case, rates.gpus)
-    return max(inside * row_nbytes / within, remote * row_nbytes / rates.network)
+    return max(inside * row_nbytes / rates.nccl, remote * row_nbytes / rates.network)
 
 
-def forward(case: Case, rates: Rates) -> Direction:
-    k, n, rows, recipe = case.dim, case.hidden, case.rows, case.recipe
-    arrived = rows_sent(case, rates.gpus)[2]
-    mx, folded = recipe.sends_mx("dispatch"), recipe.operands == "mxfp8"
-    sent = MX if mx else BF16
-    before = case.tokens * k * (BF16 + MX) / rates.passes["quantize_row"] if mx else 0.0
-    work = 2 * rows * k * n / rates.products["forward" if folded else "plain forward"]
+def forward(case: Case, rates: Rates) -> Stages:
+    k, n, rows, recipe, passes = case.dim, case.hidden, case.rows, case.recipe, rates.passes
+    mx, folded, flops = recipe.sends_mx("dispatch"), recipe.operands == "mxfp8", 2 * rows * k * n
+    local = case.tokens * k * (BF16 + MX) / passes["quantize_row"] if mx else 0.0
+    local += flops / rates.products["forward" if folded else "plain forward"]
     if folded:
-        work += case.experts * k * n * (BF16 + 2) / rates.passes["quantize_both_fold"]
-    fold = _operand(rows * k, mx, rates) if folded else 0.0
-    return _direction(case, rates, ("dispatch", k, sent), ("combine", n), before, arrived, fold, work, 0.0)
+        local += _operand(rows * k, mx, rates) + _weights(case, rates)
+    return _with_transfers(case, rates, ("dispatch", k), ("combine", n), local)
 
 
-def backward(case: Case, rates: Rates) -> Direction:
-    k, n, rows, recipe = case.dim, case.hidden, case.rows, case.recipe
-    arrived = rows_sent(case, rates.gpus)[2]
-    mx, folded = recipe.sends_mx("combine_grad"), recipe.operands == "mxfp8"
-    sent, passes, flops = MX if mx else BF16, rates.passes, 2 * rows * k * n
-    before = case.tokens * n * (BF16 + MX) / passes["quantize_row"] if mx else 0.0
-    if not folded:
-        work, filler, fold = flops / rates.products["plain dgrad"], flops / rates.products["plain wgrad"], 0.0
+def backward(case: Case, rates: Rates) -> Stages:
+    k, n, rows, recipe, passes = case.dim, case.hidden, case.rows, case.recipe, rates.passes
+    mx, flops = recipe.sends_mx("combine_grad"), 2 * rows * k * n
+    local = case.tokens * n * (BF16 + MX) / passes["quantize_row"] if mx else 0.0
+    if recipe.operands != "mxfp8":
+        local += flops / rates.products["plain dgrad"] + flops / rates.products["plain wgrad"]
     else:
-        work, again, fold = flops / rates.products["dgrad"], 2 * MX, _operand(rows * n, mx, rates)
+        local += flops / rates.products["dgrad"] + _operand(rows * n, mx, rates)
         if recipe.wgrad_mx:
-            work += rows * n * again / passes["requantize_col_fold"]
-            filler = rows * k * again / passes["requantize_col_fold"] + flops / rates.products["wgrad"]
+            local += _along_tokens(rows * (k + n), rates) + flops / rates.products["wgrad"]
         else:
-            filler = rows * (k + n) * (MX + BF16) / passes["dequantize"] + flops / rates.products["bf16"]
-    return _direction(case, rates, ("combine_grad", n, sent), ("dispatch_grad", k), before, arrived, fold, work, filler)
+            local += rows * (k + n) * (MX + BF16) / passes["dequantize"] + flops / rates.products["bf16"]
+    return _with_transfers(case, rates, ("combine_grad", n), ("dispatch_grad", k), local)
+
+
+def _weights(case: Case, rates: Rates) -> float:
+    return case.experts * case.dim * case.hidden * (BF16 + 2) / rates.passes["quantize_both_fold"]
 
 
 def _operand(values: float, mx: bool, rates: Rates) -> float:
@@ -191,66 +191,93 @@ def _operand(values: float, mx: bool, rates: Rates) -> float:
     return values * (2 * MX / rates.passes["fold"] if mx else (BF16 + 1) / rates.passes["quantize_row"])
 
 
-def _direction(
-    case: Case, rates: Rates, there: tuple[TransferName, int, float], back: tuple[TransferName, int], before: float,
-    arrived: float, fold: float, work: float, filler: float,
-) -> Direction:  # fmt: skip
-    """Add the passes that the all-to-alls need, and divide the work into chunks of experts."""
-    (_, width, sent), (name, back_width) = there, back
-    mx_back, passes, rows = case.recipe.sends_mx(name), rates.passes, case.rows
-    returned, chunks = MX if mx_back else BF16, case.chunks(FORWARD if name == "combine" else BACKWARD)
-    after = 0.0
+def _along_tokens(values: float, rates: Rates) -> float:
+    """An operand of the weight gradient."""
+    return values * 2 * MX / rates.passes["requantize_col_fold"]
+
+
+def _with_transfers(
+    case: Case, rates: Rates, there: tuple[TransferName, int], back: tuple[TransferName, int], local: float
+) -> Stages:
+    """Add the all-to-alls and the passes that they need."""
+    (name, width), (back_name, back_width), passes, rows = there, back, rates.passes, case.rows
+    sent, returned = (MX if case.recipe.sends_mx(of) else BF16 for of in (name, back_name))
+    received = rows_sent(case, rates.gpus)[2]
+    local += rows * width * 2 * sent / passes["permute_mx"] + rows * back_width * 2 * BF16 / passes["unpermute"]
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
-        before += arrived * width * 2 * sent / passes["permute_mx"]
-        after += (arrived + case.tokens) * back_width * BF16 / passes["combine"]
-    if case.send != "each":  # duplicated after dispatch; summed before combine
-        work += (arrived + rows) * width * sent / passes["permute_mx"]
-        work += (arrived + rows) * back_width * BF16 / passes["combine"]
-    if mx_back:
-        work += arrived * back_width * (BF16 + MX) / passes["quantize_row"]
-        after += arrived * back_width * (BF16 + MX) / passes["dequantize"]
-    transfers = ((width, sent), (back_width, returned))
-    rows_and_rates = zip(transfers, (rates.pull, rates.push), strict=True)
-    out, home = (transfer_seconds(case, rates, rate, w * nbytes) for (w, nbytes), rate in rows_and_rates)
-    return Direction(
-        before,
-        tuple(out * share for share in chunks),
-        tuple(work * share for share in chunks),
-        tuple(home * share for share in chunks),
-        filler,
-        after,
-        rows * width * 2 * sent / passes["permute_mx"],
-        fold,
-        rows * back_width * 2 * BF16 / passes["unpermute"],
-        sum(transfer_seconds(case, rates, rates.collectives, w * nbytes) for w, nbytes in transfers),
-        rates.narrowed,
+        local += received * width * 2 * sent / passes["permute_mx"]
+        local += (received + case.tokens) * back_width * BF16 / passes["combine"]
+    if case.once:  # duplicated after dispatch; summed before combine
+        local += (received + rows) * width * sent / passes["permute_mx"]
+        local += (received + rows) * back_width * BF16 / passes["combine"]
+    if returned == MX:
+        local += received * back_width * (BF16 + MX) * (1 / passes["quantize_row"] + 1 / passes["dequantize"])
+    transfers = transfer_seconds(case, rates, width * sent) + transfer_seconds(case, rates, back_width * returned)
+    return Stages(transfers, local)
+
+
+def forward_program(case: Case, rates: Rates) -> Program:
+    """Of a case that overlaps, in the chunks of the library."""
+    work, chunks = (
+        2 * case.rows * case.dim * case.hidden / rates.products["forward"],
+        list_chunks(case.experts, FORWARD),
+    )
+    return _program(case, rates, case.dim, case.hidden, chunks, _weights(case, rates), work, 0.0)
+
+
+def backward_program(case: Case, rates: Rates) -> Program:
+    k, n, rows, flops = case.dim, case.hidden, case.rows, 2 * case.rows * case.dim * case.hidden
+    last = _along_tokens(rows * n, rates) + flops / rates.products["wgrad"]
+    work, chunks = flops / rates.products["dgrad"], list_chunks(case.experts, BACKWARD)
+    return _program(case, rates, n, k, chunks, _along_tokens(rows * k, rates), work, last)
+
+
+def _program(
+    case: Case, rates: Rates, width: int, back_width: int, chunks: list[tuple[int, int]], first: float, work: float,
+    last: float,
+) -> Program:  # fmt: skip
+    """Rows are pulled folded, in MXFP8; the result is pushed in bf16, and summed over each token's copies."""
+    passes, shares = rates.passes, [(end - start) / case.experts for start, end in chunks]
+    pull = _copy_seconds(case, rates.pull, width * MX)
+    push = _copy_seconds(case, rates.push, back_width * BF16)
+    return Program(
+        case.tokens * width * (BF16 + MX) / passes["quantize_row"],
+        first,
+        tuple(pull * share for share in shares),
+        tuple(work * share for share in shares),
+        tuple(push * share for share in shares),
+        last,
+        (case.rows + case.tokens) * back_width * BF16 / passes["combine"],
     )
 
 
-def in_turn(d: Direction) -> float:
-    """Seconds of the stages one after the other."""
-    return d.before + d.wire + d.group + d.fold + sum(d.chunks) + d.scatter + d.filler + d.after
+def _copy_seconds(case: Case, copies: Copies, row_nbytes: float) -> float:
+    """Rows of the own rank are copied too, but not over the link."""
+    nbytes = case.rows * row_nbytes
+    return max(nbytes * (1 - 1 / case.ranks) / copies.link, nbytes / copies.kernel)
 
 
-def overlapped(d: Direction) -> float:
-    """Seconds of the overlapped schedule. Chunks are sent in order, all of dispatch before the first one of combine."""
-    wire, gpu, arrived = d.before, d.before, []
-    for seconds in d.there:
-        wire += seconds
-        arrived.append(wire)
-    for here, chunk, seconds in zip(arrived, d.chunks, d.back, strict=True):
-        gpu = max(gpu, here) + d.narrowed * chunk
-        wire = max(wire, gpu) + seconds
-    return max(gpu + d.filler, wire) + d.after
+def run(program: Program, rates: Rates) -> float:
+    """Seconds of a program. The side stream pulls all chunks, then pushes each one that is multiplied."""
+    side, pulled = program.before, []
+    for seconds in program.pulls:
+        side += seconds
+        pulled.append(side)
+    main = program.before + program.first
+    for here, gemm, push in zip(pulled, program.gemms, program.pushes, strict=True):
+        main = max(main, here)
+        main += gemm * (rates.pull if main < pulled[-1] else rates.push).slower
+        side = max(side, main) + push
+    return max(main + program.last * rates.push.slower, side) + program.after
 
 
 def plain(case: Case, rates: Rates) -> tuple[float, float]:
     """Forward and backward of the same pipeline in bf16: all-to-all, index_select, torch's product, one by one."""
     k, n, rows, flops = case.dim, case.hidden, case.rows, 2 * case.rows * case.dim * case.hidden
-    wire = sum(transfer_seconds(case, rates, rates.collectives, w * BF16) for w in (k, n))
+    transfers = sum(transfer_seconds(case, rates, width * BF16) for width in (k, n))
     select = rows * (k + n) * 2 * BF16 / rates.passes["unpermute"]
     if case.top_k > 1:  # rows are gathered from tokens, and summed over each token's copies
         select += (rows * k * 2 + (rows + case.tokens) * n) * BF16 / rates.passes["unpermute"]
     of = rates.products
     gradients = flops / of["plain dgrad"] + flops / of["plain wgrad"]
-    return wire + select + flops / of["plain forward"], wire + select + gradients
+    return transfers + select + flops / of["plain forward"], transfers + select + gradients

@@ -1,6 +1,6 @@
 """Inputs of the model of expert parallelism and measurements to compare it with: recorded rates and times of pipelines.
 
-results/h200.jsonl, h200_ep_in_turn/ --> rates
+results/h200.jsonl, h200_ep_in_turn/, h200_exchange_probe/ --> rates
 results/h200_ep.jsonl, h200_ep_in_turn/ --> measured
 """
 
@@ -9,24 +9,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from mxep.core_kernels.peer.schedule import RESERVED
 from mxep.core_kernels.policy.recipe import Recipe
 
-from ..ep_model import Case, Rates, backward, forward, in_turn, overlapped, plain
+from ..ep_model import Case, Copies, Rates, backward, backward_program, forward, forward_program, plain, run
 from .results import RESULTS, newest
 
-FOLDER = RESULTS / "h200_ep_in_turn"
+FOLDER, PROBE = RESULTS / "h200_ep_in_turn", RESULTS / "h200_exchange_probe"
 GPUS = 8
 """Of a host."""
 NETWORK = 40.9e9
 """Bytes/s out of each GPU between hosts: two hosts of eight H200, InfiniBand of 400 Gb/s per GPU, a dispatch of bf16
 rows (deepseek-ai/DeepEP, issue 493)."""
-PULL, PUSH, NARROWED = 256e9, 334e9, 1.11
-"""Bytes/s of each direction on 16 multiprocessors during products, of rows of 7168 values, and the time of these
-products relative to all multiprocessors and no transfer: results/h200_exchange_probe."""
-OVERLAPS_SINCE = "2026-11-28"
-"""Of lines: products over peer memory did not overlap before."""
-OVER_PEERS = "peer memory, in a graph"
+FEW = 8
+"""SMs on which pulls and pushes were timed too: the kernel is the limit there, or nearly the link."""
 PRODUCTS = {"grouped_mm_fwd": "forward", "grouped_mm_dgrad": "dgrad", "grouped_mm_wgrad": "wgrad"}
+OVERLAPPED = "peer memory, in a graph"
+WITHOUT_OVERLAP = ("643ebc3", "e65087e")
+"""Commits whose lines of one GEMM are over peer memory without overlap."""
 
 
 @cache
@@ -34,6 +34,22 @@ def _lines() -> tuple[dict[str, Any], ...]:
     return tuple(row for row in newest("h200") if row["frontend"] == "torch")
 
 
+def _copies(what: str, dim: int, hidden: int) -> Copies:
+    """The rates of "pull" or "push" in the study of SMs, of the size nearest to dim x hidden."""
+    rows = [json.loads(text) for text in (PROBE / "lines.jsonl").read_text().splitlines()]
+    size = min((r["size"] for r in rows), key=lambda text: abs(_product_of(text) - dim * hidden))
+    rows = [r for r in rows if r["size"] == size]
+    (during,) = (r for r in rows if r["what"].endswith(f" a {what}") and r["reserved"] == RESERVED)
+    few = max(r["gb_s"] for r in rows if r["what"] == what and r["ctas"] == FEW)
+    return Copies(during["wire_gb_s"] * 1e9, few * RESERVED / FEW * 1e9, during["of_132"])
+
+
+def _product_of(size: str) -> int:
+    dim, hidden = map(int, size.split("/"))
+    return dim * hidden
+
+
+@cache
 def rates(dim: int, hidden: int) -> Rates:
     """Measured rates of the product whose size is nearest to dim x hidden."""
     rows = [r for r in _lines() if r["case"].get("routing") == "balanced" and r["case"].get("operands") != "bf16"]
@@ -55,12 +71,13 @@ def rates(dim: int, hidden: int) -> Rates:
         for r in _lines()
         if r["op"] in ops and r["peer"] == "copy" and r["case"].get("direction") != "bwd"
     }
-    collectives = json.loads((FOLDER / "wire.json").read_text())["nccl"] * 1e9
-    return Rates(products, passes, PULL, PUSH, NARROWED, collectives, NETWORK, GPUS)
+    nccl = json.loads((FOLDER / "wire.json").read_text())["nccl"] * 1e9
+    pull, push = (_copies(what, dim, hidden) for what in ("pull", "push"))
+    return Rates(products, passes, nccl, NETWORK, GPUS, pull, push)
 
 
 class Measured(NamedTuple):
-    """how: "bf16", "in turn" or OVER_PEERS. milliseconds: forward, and with its backward."""
+    """how: "bf16", "in turn" or OVERLAPPED. milliseconds: forward, and with its backward."""
 
     case: Case
     how: str
@@ -68,15 +85,16 @@ class Measured(NamedTuple):
 
 
 def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
-    """Of recorded lines of `python -m benchmarks ep`; cases that they lack from h200_ep_in_turn."""
+    """Of recorded lines of `python -m benchmarks ep`; cases that they lack from h200_ep_in_turn. A run over peer memory
+    counts where the device drives it."""
     found: dict[tuple[Any, ...], list[float]] = {}
     for row in recorded:
         c, step = row["case"], row["op"] == "ep_fwd_bwd"
         if c.get("routing", "balanced") != "balanced":
             continue
-        if c["how"] == OVER_PEERS and row["date"] < OVERLAPS_SINCE:
-            continue
         for how, us in ((c["how"], row["us"]), ("bf16", row["peer_us"])):
+            if how == OVERLAPPED and row["commit"].startswith(WITHOUT_OVERLAP):
+                continue
             recipe = "mxfp8" if how == "bf16" else c["recipe"]
             key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], recipe, how
             found.setdefault(key, [0.0, 0.0])[step] = us / 1e3
@@ -86,16 +104,18 @@ def measured(recorded: Iterable[Mapping[str, Any]]) -> Iterator[Measured]:
             key = c["ranks"], c["rows"], c["dim"], c["hidden"], c["experts"], c["recipe"], how
             found.setdefault(key, [c[f"{name}fwd_ms"], c[f"{name}fwd_bwd_ms"]])
     for (ranks, rows, dim, hidden, experts, recipe, how), (one, both) in sorted(found.items()):
-        if how in ("bf16", "in turn", OVER_PEERS):
-            yield Measured(Case(ranks, rows, dim, hidden, experts, Recipe.parse(recipe)), how, (one, both))
+        case = Case(ranks, rows, dim, hidden, experts, Recipe.parse(recipe))
+        if how in ("bf16", "in turn") or (how == OVERLAPPED and case.overlaps(GPUS)):
+            yield Measured(case, how, (one, both))
 
 
-def modelled(of: Measured) -> tuple[float, float]:
-    """Milliseconds of the forward, and with its backward."""
-    case, found = of.case, rates(of.case.dim, of.case.hidden)
-    if of.how == "bf16":
+def compute(case: Case, how: str) -> tuple[float, float]:
+    """Modelled milliseconds of the forward, and with its backward. how: as of `Measured`."""
+    found = rates(case.dim, case.hidden)
+    if how == "bf16":
         one, two = plain(case, found)
+    elif how == "in turn":
+        one, two = (sum(stages) for stages in (forward(case, found), backward(case, found)))
     else:
-        total = in_turn if of.how == "in turn" else overlapped
-        one, two = total(forward(case, found)), total(backward(case, found))
+        one, two = (run(of, found) for of in (forward_program(case, found), backward_program(case, found)))
     return one * 1e3, (one + two) * 1e3
