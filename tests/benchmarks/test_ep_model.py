@@ -16,6 +16,7 @@ from mxep.torch_frontend.exchange.replicas import lay_out
 from benchmarks import ep_model
 from benchmarks.ep_model import Case, Copies, Program, distinct, rows_sent, run, token_bytes
 from benchmarks.figures import ep_rates, ep_scale
+from benchmarks.figures.results import newest
 
 PAGE = Path(__file__).parents[2] / "docs" / "design" / "ep_scale.md"
 
@@ -151,3 +152,16 @@ def test_overlapped_runs_are_lines_that_the_device_drove() -> None:
     ]
     found = [of for of in ep_rates.measured(lines) if of.how == ep_rates.OVERLAPPED]
     assert [(of.case.hidden, of.milliseconds) for of in found] == [(2048, (0.0, 2.0))]
+
+
+OVERLAPPED_LIMIT = 0.25
+"""Of the modelled time, relative to the measured one. To be set: the largest difference, plus three points."""
+
+
+def test_measured_times_of_overlapped_runs() -> None:
+    """Without a fitted number. The lines of both sizes that the kernels take must exist."""
+    recorded = newest("h200_ep", lambda op: op in ("ep_fwd", "ep_fwd_bwd"))
+    found = [of for of in ep_rates.measured(recorded) if of.how == ep_rates.OVERLAPPED]
+    assert {(2, 7168, 2048), (2, 8192, 5120)} <= {(of.case.ranks, of.case.dim, of.case.hidden) for of in found}
+    for case, how, milliseconds in found:
+        assert ep_rates.compute(case, how) == pytest.approx(milliseconds, rel=OVERLAPPED_LIMIT)
