@@ -128,16 +128,17 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """The lines of each wanted op and hardware at the last commit measured. Of two lines about the same case the later
-    one counts.
+    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured. Of two lines about the same
+    case the later one counts.
 
     [] without a file or without such lines.
     """
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in rows if wanted(row["op"])]
-    last = {(row["op"], row["hardware"]): row["commit"] for row in rows}
-    of_commit = [row for row in rows if row["commit"] == last[row["op"], row["hardware"]]]
+    measured = lambda row: (row["op"], row["hardware"], row["case"].get("how"))  # noqa: E731
+    last = {measured(row): row["commit"] for row in rows}
+    of_commit = [row for row in rows if row["commit"] == last[measured(row)]]
     return list({(r["op"], r["hardware"], r["frontend"], str(r["case"]), r["peer"]): r for r in of_commit}.values())
 
 

@@ -97,9 +97,13 @@ def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline
         Headline("MoE layer, best bf16", _best_bf16(rows), LAYER_KERNELS),
         Headline("MoE layer in JAX, plain bf16 in PyTorch", _in_jax(rows), LAYER_KERNELS),
         Headline("grouped GEMM with its quantization, single calls", _product(rows), PRODUCT_KERNELS),
-        *(Headline(f"{RANKS} GPUs, {name}", _parallel(parallel, how), EP_KERNELS) for how, name in HOWS.items()),
+        *(Headline(f"{RANKS} GPUs, {name}", _parallel(parallel, how), _kernels(how)) for how, name in HOWS.items()),
     ]
     return (headline for headline in found if headline.rows)
+
+
+def _kernels(how: str) -> tuple[str, ...]:
+    return EP_KERNELS if "peer memory" in how else LAYER_KERNELS
 
 
 def _range(values: Sequence[float], form: str) -> str:
