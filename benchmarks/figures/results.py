@@ -128,8 +128,8 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured. Of two lines about the same
-    case the later one counts.
+    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured. Of two lines about the
+    same case the later one counts.
 
     [] without a file or without such lines.
     """

@@ -5,8 +5,8 @@
     backward  main  MEET | dh of 0 | dh of 1 ... | dy_t | SwiGLU' | dx | dw2 | x_t | dw1 dw3 | MEET | sum
               side       '- pull 0 | pull 1 | ...                      '--- push of dx ----'
 
-    p1: gate and up, s: SwiGLU, p2: down; dy_t, x_t: requantized along tokens; pull, push: exchange.cu; programs/mm.py: one
-    product in place of the three
+    p1: gate and up, s: SwiGLU, p2: down; dy_t, x_t: requantized along tokens; pull, push: exchange.cu
+    programs/mm.py: one product in place of the three
 
 A chunk is a range of local experts, fixed here; its rows are on the device. Products that overlap with a pull or a push
 leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a

@@ -19,11 +19,12 @@ from .training import Training
 # mxfp8_dense, in JAX: 20.9 of a router and 18.3 of Qwen3's norm of keys, less 5: dense layers before the router can
 # change a choice.
 MIN_GRADIENT_DB = {"recipe_bf16": 33.2, "mxfp8": 18.9, "mxfp8_dense": 13.3}
-# Relative to the reference's loss; measured on a CPU with two layers: 0.00006 at most. More layers add differences.
-MAX_LOSS_DIFFERENCE = 0.001
+# Relative to the reference's loss; measured on a CPU with two layers: 0.00006 at most; on an H200 with seven layers of
+# Mixtral 0.0013 in the second step, whose loss is far from a minimum. Twice that.
+MAX_LOSS_DIFFERENCE = 0.0026
 CHECKED_STEPS = 3
 CHECKED_LR = 1e-5
-"""With 1e-4 a model of Mixtral's sizes diverges, and then the losses of all candidates differ: 11.2, 16.2, 19.4."""
+"""With 1e-4 a model of Mixtral's sizes diverges: losses 11.2, 16.2, 19.4; with 1e-5 11.2, 9.2, 10.4."""
 
 
 def gradients(training: Training, implementation: str) -> dict[str, Tensor]:
