@@ -20,8 +20,9 @@ from .one_gpu import FAULTS, PARTS
 
 ROOT = Path(__file__).parents[3]
 NO_ERROR = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
-PADDED = ("--padding", "4096")
-"""Bytes between allocations: without, an access past the end of one may be in the next one."""
+OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": ("--racecheck-indirect-barrier-dependency", "yes")}
+"""Bytes between allocations: without, an access past the end of one may be in the next one. Reads of a warp whose first
+lane arrives at a barrier after __syncwarp: without, the next tile in a slot of tile_queue.cuh is a hazard."""
 LIMIT = 480
 
 
@@ -29,7 +30,7 @@ def check(tool: str, program: str, *arguments: str) -> str:
     """The output of a program under compute-sanitizer, with one allocation per tensor."""
     assert cpp_bindings.CUDA_OPS, "this build has no CUDA kernels: make install-gpu"
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    options = ["--tool", tool, *(PADDED if tool == "memcheck" else ())]
+    options = ["--tool", tool, *OPTIONS[tool]]
     command = [sanitizer, *options, sys.executable, "-m", f"tests.gpu.exchange.{program}", *arguments]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT)
