@@ -206,7 +206,8 @@ class GroupedExperts(nn.Module):
             A context manager.
 
         Raises:
-            ValueError: For weights that FSDP has sharded, which are gathered in every call.
+            ValueError: For weights that FSDP2 has sharded and gathers in every call. docs/guides/fsdp.md keeps them
+                gathered for several calls.
             RuntimeError: In calls and at the end of the block, if a version counter shows a write to a weight. Version
                 counters do not count writes through `.data`, by collectives or by other processes.
 
@@ -219,7 +220,8 @@ class GroupedExperts(nn.Module):
         parts = tuple(sharded(w, None) for w in parameters.values())
         for name, part, whole in self._of_other_shape(parts):
             got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"
-            fail(ValueError, "cached_weights", name, got, allowed)
+            hint = "under FSDP2 call `unshard()` before"
+            fail(ValueError, "cached_weights", name, got, allowed, hint=hint)
         cached = CachedWeights.of(parameters, parts, self.recipe)
         with opened(self, cached):
             yield

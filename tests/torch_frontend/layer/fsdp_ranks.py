@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,36 @@ def accumulates(ep: int) -> None:
         model.set_requires_gradient_sync(bool(last))
         (loss_of(model, part) / 2).backward()
     require_near(gradients(model), gradients(alone))
+
+
+def holds_weights(ep: int) -> None:
+    """As the page does: experts that stay gathered and quantized for three microbatches have the bytes of experts that
+    are gathered and quantized in each, and a sharded one is refused with the remedy."""
+    found = []
+    for held in (False, True):
+        model = sharded(ep, recipe="mxfp8", prob_in="swiglu")
+        experts = [module.experts for module in model.modules() if isinstance(module, MoE)] if held else []
+        if held:
+            words = r"w1: got a shard .*; under FSDP2 call `unshard\(\)` before"
+            with pytest.raises(ValueError, match=words), experts[0].cached_weights():
+                pass
+        with ExitStack() as blocks:
+            for each in experts:
+                each.set_reshard_after_forward(False, recurse=False)
+                each.set_reshard_after_backward(False, recurse=False)
+                each.unshard()
+                blocks.enter_context(each.cached_weights())
+            for number, part in enumerate(mine(batch(0)).chunk(3)):
+                model.set_requires_gradient_sync(number == 2)
+                (loss_of(model, part) / 3).backward()
+        for each in experts:
+            each.set_reshard_after_forward(True, recurse=False)
+            each.set_reshard_after_backward(True, recurse=False)
+            each.reshard()
+        found.append(gradients(model))
+        train(model, mine, 1, partial(torch.optim.SGD, lr=0.1))
+        found[-1] |= whole_weights(model)
+    require_equal(*found)
 
 
 def deduplicates(ep: int) -> None:
@@ -231,6 +262,7 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         "trains_as_one_process": partial(trains_as_one_process, 2, "mxfp8_wgrad_with_hp", 5),
         "optimizers": partial(optimizers, 2),
         "accumulates": partial(accumulates, 2),
+        "holds_weights": partial(holds_weights, 2),
         "deduplicates": partial(deduplicates, 2),
         "recomputes": partial(recomputes, 2),
         "mixed_precision": partial(mixed_precision, 2),
