@@ -95,11 +95,9 @@ def main() -> None:
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: gpu")
 
     options = {} if args.routing is None else {"routing": args.routing}
-    for option in options:
-        takes = RANKS if option == "routing" else ("ep",)
-        if not args.sections or not set(args.sections) <= set(takes):
-            got = ", ".join(args.sections) or "no section"
-            parser.error(f"--{option}: got {got}; allowed: {', '.join(takes)}")
+    if options and (not args.sections or not set(args.sections) <= set(RANKS)):
+        got = ", ".join(args.sections) or "no section"
+        parser.error(f"--routing: got {got}; allowed: {', '.join(RANKS)}")
 
     if args.frontend and (other := set(args.sections or ["gpu"]) - {"models"}):
         parser.error(f"--frontend: got section {', '.join(sorted(other))}; allowed: models")
