@@ -202,6 +202,12 @@ def fail(error: type[Exception], op: str, argument: str, got: object, allowed: s
     raise error(f"{op}: {argument}: got {got}; {'; '.join(filter(None, (allowed, hint)))}")
 
 
+def require_choice(op: str, argument: str, value: object, choices: Sequence[str | None]) -> None:
+    """Raise ValueError unless the value is one of the choices."""
+    if not isinstance(value, str | None) or value not in choices:
+        fail(ValueError, op, argument, repr(value), f"allowed: {', '.join(map(repr, choices))}")
+
+
 def require_dtype(op: str, argument: str, array: ArrayType, *allowed: str) -> None:
     """Raise TypeError unless the array has one of the allowed dtypes."""
     if array.dtype not in allowed:

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from ..launch import fail
+from ..launch import require_choice
 
 Deduplicate = Literal["dispatch", "both"] | None
 """None: a row per expert, both ways. "dispatch": one row per rank, copied there for its experts; a row per expert comes
@@ -21,5 +21,4 @@ def check_deduplicate(op: str, deduplicate: Any) -> None:
     Raises:
         ValueError: unless it is one of `Deduplicate`.
     """
-    if not isinstance(deduplicate, str | None) or deduplicate not in CHOICES:
-        fail(ValueError, op, "deduplicate", repr(deduplicate), f"allowed: {', '.join(map(repr, CHOICES))}")
+    require_choice(op, "deduplicate", deduplicate, CHOICES)

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-from ..launch import fail
+from ..launch import require_choice
 
 OnOverflow = Literal["nan", "drop"]
 """nan: tokens with a lost row are NaN. drop: a lost row is zero in the sum of its token, and so is its gradient."""
@@ -18,6 +18,4 @@ def check_on_overflow(op: str, on_overflow: Any) -> None:
     Raises:
         ValueError: unless it is one of `OnOverflow`.
     """
-    if not isinstance(on_overflow, str) or on_overflow not in get_args(OnOverflow):
-        allowed = f"allowed: {', '.join(map(repr, get_args(OnOverflow)))}"
-        fail(ValueError, op, "on_overflow", repr(on_overflow), allowed)
+    require_choice(op, "on_overflow", on_overflow, get_args(OnOverflow))

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args
 
-from ..launch import fail
+from ..launch import require_choice
 
 ProbIn = Literal["combine", "swiglu", "input"]
 """The sum of the experts' outputs, the experts' SwiGLU, or the experts' input."""
@@ -18,5 +18,4 @@ def check_prob_in(op: str, prob_in: Any) -> None:
     Raises:
         ValueError: unless it is one of `ProbIn`.
     """
-    if not isinstance(prob_in, str) or prob_in not in get_args(ProbIn):
-        fail(ValueError, op, "prob_in", repr(prob_in), f"allowed: {', '.join(map(repr, get_args(ProbIn)))}")
+    require_choice(op, "prob_in", prob_in, get_args(ProbIn))

@@ -22,7 +22,7 @@ from jax.interpreters import mlir, xla
 from jax.sharding import AxisType
 
 from ... import cpp_bindings
-from ...core_kernels.launch import ArrayType, fail
+from ...core_kernels.launch import ArrayType, fail, require_choice
 from .. import ops
 from ..ops import device
 from ..ops.call import array_type, aval, vary, varying_axes
@@ -49,8 +49,7 @@ peers_p.def_impl(partial(xla.apply_primitive, peers_p))
 
 def check_transport(op: str, transport: Any) -> None:
     """Raise ValueError unless it is one of `Transport`."""
-    if not isinstance(transport, str) or transport not in get_args(Transport):
-        fail(ValueError, op, "transport", repr(transport), f"allowed: {', '.join(map(repr, get_args(Transport)))}")
+    require_choice(op, "transport", transport, get_args(Transport))
 
 
 def all_ranks(x: jax.Array, across: Axes) -> jax.Array:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...core_kernels.formats import BLOCK, Rounding
-from ...core_kernels.launch import fail
+from ...core_kernels.launch import fail, require_choice
 from ...core_kernels.policy.recipe import RECIPES, Compute, Recipe
 from ..exchange.all_to_all import exchange_dequantized, exchange_rows
 from ..exchange.process_groups import Splits, checked_all_to_all
@@ -165,8 +165,7 @@ def _preferred_compute(op: str, kernel_preference: Any, compute: Any) -> Any:
             "allowed: 'auto' or 'emulated', or torchao's members of these names; call force_implementation for more"
         )
         fail(error, op, "kernel_preference", repr(name), allowed)
-    if compute not in get_args(Compute):
-        fail(ValueError, op, "compute", repr(compute), f"allowed: {', '.join(map(repr, get_args(Compute)))}")
+    require_choice(op, "compute", compute, get_args(Compute))
     if name.lower() == "auto":
         return compute
     if compute not in ("auto", "exact"):
