@@ -62,6 +62,6 @@ def losses_error(name: str, got: Sequence[float], want: Sequence[float]) -> floa
     difference = max(abs(a - b) / b for a, b in zip(got, want, strict=True))
     if not difference <= MAX_LOSS_DIFFERENCE:
         raise AssertionError(
-            f"{name}: losses {got}, the reference's {want}; expected {MAX_LOSS_DIFFERENCE:.1%} at most"
+            f"{name}: losses {got}, the reference's {want}; expected {MAX_LOSS_DIFFERENCE:.2%} at most"
         )
     return float(f"{difference:.2g}")
