@@ -98,7 +98,7 @@ struct Counts {
 
 __global__ void __launch_bounds__(kHomeThreads)
     homes(Counts counts, const int32_t* group_ends, int capacity, const int64_t* addresses, int64_t order_at,
-          int64_t weights_at, int2* home, float* weights) {
+          int64_t weights_at, unsigned slots, int2* home, float* weights) {
   extern __shared__ int first_rows[];  // (ranks, groups): of this rank's groups in the order of a source
   for (int i = threadIdx.x; i < counts.ranks * counts.groups; i += kHomeThreads) {
     const int source = i / counts.groups, last = counts.rank * counts.groups + i % counts.groups;
@@ -121,10 +121,14 @@ __global__ void __launch_bounds__(kHomeThreads)
     }
     int2 found{-1, 0};
     float weight = 0;
-    if (source < counts.ranks) {
-      const int64_t at = 4 * int64_t{first_rows[source * counts.groups + group] + left};
-      found = {source, *reinterpret_cast<const int*>(row_of_peer(addresses, source, order_at + at))};
-      weight = *reinterpret_cast<const float*>(row_of_peer(addresses, source, weights_at + at));
+    const unsigned number = source < counts.ranks ? first_rows[source * counts.groups + group] + left : slots;
+    if (number < slots) {  // counts of a source may be of more rows than it has
+      const int64_t at = 4 * int64_t{number};
+      const int slot = *reinterpret_cast<const int*>(row_of_peer(addresses, source, order_at + at));
+      if (static_cast<unsigned>(slot) < slots) {
+        found = {source, slot};
+        weight = *reinterpret_cast<const float*>(row_of_peer(addresses, source, weights_at + at));
+      }
     }
     home[row] = found;
     weights[row] = weight;
@@ -275,7 +279,7 @@ void find_home(const Call& call, cudaStream_t stream) {
                   static_cast<int>(call.attrs[0])};
   launch_kernel("find_home", homes, ctas, kHomeThreads, 4 * ranks * groups, stream, of, ends.as<const int32_t>(),
                 static_cast<int>(home.dim(0)), call.in[2].as<const int64_t>(), call.attrs[1], call.attrs[2],
-                home.as<int2>(), call.out[1].as<float>());
+                static_cast<unsigned>(call.attrs[3]), home.as<int2>(), call.out[1].as<float>());
 }
 
 void pull_fold(const Call& call, cudaStream_t stream) {

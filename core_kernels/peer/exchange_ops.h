@@ -13,7 +13,8 @@
 namespace mxep::cuda {
 
 // in: counts (R, E) int32, group_ends (G,) of this rank's padded groups, addresses. out: home, weights (P,) fp32.
-// attrs: this rank, the offsets of the order (rows of the rank,) int32 and of the weights in the order, fp32.
+// attrs: this rank, the offsets of the order (slots,) int32 and of the weights in the order, fp32, and slots. A row
+// without a slot in the order, -1 behind the rows of its rank, is like padding.
 void find_home(const Call& call, cudaStream_t stream);
 
 // in: home, group_ends, addresses. out: q (P, K), sf (P, K/32), qf (P, K), row_sf (P,).
@@ -25,7 +26,7 @@ void pull_fold(const Call& call, cudaStream_t stream);
 void push_rows(const Call& call, cudaStream_t stream);
 
 inline constexpr CudaOp kExchangeOps[] = {
-    {"find_home", 3, 2, 3, find_home, 900},
+    {"find_home", 3, 2, 4, find_home, 900},
     {"pull_fold", 3, 4, 3, pull_fold, 900},
     {"push_rows", 6, 0, 3, push_rows, 900},
 };

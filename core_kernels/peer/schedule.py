@@ -84,7 +84,8 @@ class Program(NamedTuple):
 
 class Memory(NamedTuple):
     """The offsets of a rank's arrays in mapped memory, and its end: packed rows (T, K + K/32), the order (T k,) int32
-    of rows by expert, weights (T k,) fp32 in this order, slots (T k, D) bf16 and numbers (T k,) fp32 of slots."""
+    of rows by expert and -1 behind them, weights (T k,) fp32 in this order, slots (T k, D) bf16 and numbers (T k,) fp32
+    of slots."""
 
     rows: int
     order: int
@@ -312,7 +313,7 @@ def _find_home(to: _Writer, sizes: Sizes, memory: Memory, given: bool) -> None:
             to.give(name, array.shape, array.dtype)
     else:
         to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
-        attrs = sizes.rank, memory.order, memory.weights
+        attrs = sizes.rank, memory.order, memory.weights, m
         to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
 
 

@@ -112,8 +112,9 @@ class DeviceCall(NamedTuple):
         call_out((packed,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.sizes.rounding)
 
     def write_order(self, order: Tensor | None, probs: Tensor | None, places: Memory) -> None:
-        """order: None for rows, which are in order."""
-        own = self._own(places.order, (self.slots,), torch.int32)
+        """order: None for rows, which are in order. Counts of more rows than the order has find no slot behind it."""
+        own, rest = self._own(places.order, (self.sizes.rows,), torch.int32).tensor_split([self.slots])
+        rest.fill_(-1)
         if order is None:
             torch.arange(self.slots, out=own)
         else:

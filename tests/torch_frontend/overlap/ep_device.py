@@ -144,6 +144,24 @@ def more_rows_than_room(small: PeerMemory) -> None:
         raise AssertionError("no error")
 
 
+def longer_counts(memory: PeerMemory) -> None:
+    """Counts of more rows than a rank has find no slot of an earlier call: the tokens have the bytes of right counts."""
+    group, device = memory.group, device_of(memory.group)
+    f, experts = HIDDEN[device.type], LOCAL * group.size()
+    ws = leaves(5, group, (LOCAL, f, D), (LOCAL, f, D), (LOCAL, D, f))
+    ws = [w.detach().mul(0.1).bfloat16() for w in ws]
+
+    def layer(tokens: int, more: int) -> Tensor:
+        x, chosen = (t[:tokens].to(device) for t in routed(6, 0, group.size(), 1000))
+        order, inverse, counts = sort_by_expert(chosen, experts)
+        counts[-1] += more
+        rows, probs = TokenReplicas(x, order, inverse, TOP_K), torch.ones(tokens, TOP_K, device=device)
+        return expert_parallel_ffn(rows, counts, *ws, probs, recipe=RECIPE, group=group, transport=memory)
+
+    layer(12, 0)
+    same_bytes([layer(5, 0)], [layer(5, 20)], "longer counts")
+
+
 def count_runs() -> None:
     """`same` counts the layers that the device drives from now on."""
     real = device_exchange.run
@@ -175,4 +193,5 @@ def checks(
         "overflow": lambda: overflow(opened(8)),
         "keeps no rows": lambda: keeps_no_rows(memory()),
         "more rows than room": lambda: more_rows_than_room(opened(1)),
+        "longer counts": lambda: longer_counts(mix()),
     }

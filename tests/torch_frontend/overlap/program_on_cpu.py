@@ -61,7 +61,7 @@ class ProgramOnCPU:
     def find_home(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         counts, ends, _ = (t.numpy() for t in inputs)
         home, weights = (t.numpy() for t in outputs)
-        rank, order_at, weights_at = step.attrs
+        rank, order_at, weights_at, slots = step.attrs
         home[:], weights[:] = 77, np.nan  # rows past the last end are unspecified
         begin = 0
         for group, end in enumerate(ends):
@@ -69,8 +69,11 @@ class ProgramOnCPU:
             home[begin:end], weights[begin:end] = (-1, 0), 0
             for source, n in enumerate(counts[:, expert]):
                 at = counts[source, :expert].sum() + np.arange(n)
-                at, rows = at[: max(end - row, 0)], slice(row, min(row + n, end))
-                home[rows, 0], home[rows, 1] = source, self.view(source, order_at, np.int32)[at]
+                at, rows = at[: max(end - row, 0)], np.arange(row, min(row + n, end))
+                at, rows = at[at < slots], rows[at < slots]
+                slot = self.view(source, order_at, np.int32)[at]
+                at, rows, slot = at[slot >= 0], rows[slot >= 0], slot[slot >= 0]
+                home[rows, 0], home[rows, 1] = source, slot
                 weights[rows] = self.view(source, weights_at, np.float32)[at]
                 row += n
             begin = end
