@@ -4,6 +4,7 @@
     families of ops that a copy bounds   gpu_ops.py           quantize, fold, permute, routing, swiglu, combine
     grouped_gemm                         gpu_grouped_gemm.py  the grouped products and their gradients
     moe_layer                            gpu_moe_layer.py     the whole layer
+    sonic_moe                            gpu_moe_layer.py     the whole layer against SonicMoE, where it is installed
 
 A case or a peer that fails is printed; the run measures the others and then ends with an error.
 """
@@ -27,6 +28,7 @@ FAMILIES = {
     **families.OPS,
     "grouped_gemm": grouped_gemm.OPS,
     "moe_layer": moe_layer.OPS,
+    "sonic_moe": (moe_layer.SONIC_OP,),
 }
 """Family -> names of the ops measured. `--only` takes both."""
 NAMES = (*FAMILIES, *(name for names in FAMILIES.values() for name in names))
@@ -61,5 +63,7 @@ def lines(
     yield from gpu_ops.lines(named, shapes.layer, device, each, failures)
     yield from gpu_grouped_gemm.lines(named, shapes.products, device, each, failures)
     yield from gpu_moe_layer.lines(named, shapes.moe_layers, shapes.uneven, device, each, failures)
+    if moe_layer.SONIC_OP in named:
+        yield from gpu_moe_layer.sonic_lines(shapes.moe_layers, device, failures)
     if failures:
         raise RuntimeError("gpu: " + "; ".join(failures))

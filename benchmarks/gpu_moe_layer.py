@@ -5,6 +5,7 @@
                                                                          ragged_dot
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
                                                           in a row:  the same
+    torch, SonicMoE --y and gradients, SQNR--> in a row:     run | SonicMoE | recipe bf16 | plain torch bf16
 
 Every line has the peak memory of both sides, and of back-to-back steps, forward and backward, the joules of both sides.
 Recipe bf16 is our torch layer without quantization, on the same parameters. JAX with cached weights, and uneven layers,
@@ -15,6 +16,7 @@ as long as the others, and is left out of uneven layers.
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,8 +28,10 @@ from .cases.error_check import Error
 from .cases.moe_layer import (
     OPS,
     RECIPE,
+    SONIC_OP,
     LayerInputs,
     check,
+    check_sonic,
     flops,
     jax_program,
     layer_inputs,
@@ -43,6 +47,7 @@ from .clocks.device_timing import Each, torch_end
 from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
+from .peers import sonic_moe
 from .peers.moe_layer import MAX_RAGGED_DOT_NBYTES, jax_layer, ragged_dot_nbytes
 
 T = TypeVar("T")
@@ -242,6 +247,36 @@ def lines(
                 what = f"moe_layer {of}, in a graph"
                 yield from guarded(what, graph_lines(inputs, reference, device, each), failures)
             del inputs, reference
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _against_sonic(shape: MoELayer, device: str) -> Iterator[Line]:
+    """The torch layer against SonicMoE, recipe bf16 and the plain layer, timed in the same rounds."""
+    op, end = "moe_layer_fwd_bwd", torch_end(device)
+    for inputs, reference in _inputs(shape, "random", device):
+        layers = {"run": our_torch_layer, RECIPE_BF16: recipe_bf16_layer, PLAIN: plain_torch_layer}
+        steps = {name: torch_programs(layer(inputs), inputs)[op] for name, layer in layers.items()}
+        steps[sonic_moe.NAME] = sonic_moe.sonic_step(inputs.x, inputs.weights, inputs.dy, shape.top_k)
+        error = check(inputs, reference, steps["run"]())
+        check(inputs, reference, steps[RECIPE_BF16]())
+        error = {**error, "sonic_moe_sqnr_db": check_sonic(inputs, steps[sonic_moe.NAME]())["sqnr_db"]}
+        peaks = {name: device_timing.peak_nbytes(step) for name, step in steps.items()}
+        timed: dict[str, device_timing.Step] = {name: (step, end) for name, step in steps.items()}
+        samples, joules = device_timing.in_a_row(timed), energy.joules(timed, energy.counter())
+        how = IN_A_ROW | {sonic_moe.NAME: sonic_moe.version(), "configurations": sonic_moe.CONFIGURATIONS}
+        found = Found(error, peaks["run"])
+        for line in layer_lines(inputs, op, "torch", how, samples, found, peaks, joules):
+            yield replace(line, op=SONIC_OP)
+
+
+def sonic_lines(layers: Sequence[MoELayer], device: str, failures: list[str]) -> Iterator[Line]:
+    """The lines of the layers against SonicMoE; none without the package."""
+    if not sonic_moe.has_sonic_moe():
+        print("sonic-moe: not installed")
+        return
+    for shape in layers:
+        yield from guarded(f"{sonic_moe.NAME} {tuple(shape)}", _against_sonic(shape, device), failures)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -21,6 +21,7 @@ from .figures.tables import (
     table_models,
     table_moe_layer,
     table_ops,
+    table_sonic_moe,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +38,7 @@ def performance() -> str:
     sections = (
         table_models.table(newest("h200", table_models.is_model)),
         table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
+        table_sonic_moe.table(newest("h200", table_sonic_moe.is_against_sonic)),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
         table_linear.table(newest("h200", table_linear.is_linear)),
         table_ops.table(newest("h200", _of_an_op)),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from ..cases.shapes import H200
 from .tables.table_ep import TORCH_BEST
 from .tables.table_moe_layer import PLAIN, in_a_row
+from .tables.table_sonic_moe import SONIC, is_against_sonic
 
 Row = dict[str, Any]
 HEAD = ("forward and backward", "bf16", "mxep", "bf16 / mxep", "dB", "n", "card; commit, date")
@@ -77,6 +78,10 @@ def _in_jax(rows: Sequence[Row]) -> list[Row]:
             and sizes_of(row["case"]) in H200.moe_layers]  # fmt: skip
 
 
+def _against_sonic(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if is_against_sonic(row["op"]) and row["peer"] == SONIC]
+
+
 def _product(rows: Sequence[Row]) -> list[Row]:
     """Forward and both gradients of a grouped product, with all quantization."""
     of = [row for row in rows if row["op"] == "grouped_mm_autograd" and row["peer"] == "torch_grouped_mm_bf16"]
@@ -95,6 +100,7 @@ def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline
     found = [
         Headline("MoE layer, plain bf16", layers(rows), LAYER_KERNELS),
         Headline("MoE layer, best bf16", _best_bf16(rows), LAYER_KERNELS),
+        Headline("MoE layer of SonicMoE in bf16", _against_sonic(rows), LAYER_KERNELS),
         Headline("MoE layer in JAX, plain bf16 in PyTorch", _in_jax(rows), LAYER_KERNELS),
         Headline("grouped GEMM with its quantization, single calls", _product(rows), PRODUCT_KERNELS),
         *(Headline(f"{RANKS} GPUs, {name}", _parallel(parallel, how), _kernels(how)) for how, name in HOWS.items()),
@@ -136,6 +142,8 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
         return ""
     cells = [row for headline in headlines(rows, parallel) for row in _cells(headline)]
     sizes = "; ".join("/".join(map(str, sizes)) for sizes in H200.moe_layers)
+    sonic = len(_against_sonic(rows))
+    few = f" SonicMoE: {sonic} of the sizes, [few configurations](docs/results/performance.md)." if sonic else ""
     return "\n".join([
         *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",
@@ -143,5 +151,5 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
         "GPU, single steps after a barrier, bf16 with NCCL's all-to-alls. Layers on one GPU: back-to-back steps. "
         "Medians of n samples, both sides alternate in one run. Plain bf16 is a layer [without fused "
         "passes](benchmarks/peers/moe_layer.py); best bf16 is the faster of it and recipe `bf16` of mxep. dB: SQNR of "
-        "the worst of output and gradients relative to bf16.",
+        f"the worst of output and gradients relative to bf16.{few}",
     ])  # fmt: skip

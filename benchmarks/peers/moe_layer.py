@@ -35,17 +35,22 @@ def _swiglu() -> Callable[[Tensor, Tensor], Tensor]:
 
 def torch_layer(x: Tensor, weights: Weights, top_k: int, router_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """x (T, D) bf16 -> y (T, D). router_dtype: of the router's product; fp32 selects the experts that ours selects."""
-    router, w1, w3, w2 = weights
+    router = weights.router
     scores = F.linear(x.to(router_dtype), router.to(router_dtype)).float().softmax(-1)
     probs, experts = scores.topk(top_k, -1)
-    probs = probs / probs.sum(-1, keepdim=True)
+    return torch_experts(x, experts, probs / probs.sum(-1, keepdim=True), weights)
+
+
+def torch_experts(x: Tensor, experts: Tensor, probs: Tensor, weights: Weights) -> Tensor:
+    """The layer behind its router: experts and probs (T, k)."""
+    num_experts, top_k = len(weights.router), experts.shape[1]
     order = torch.argsort(experts.flatten(), stable=True)
-    counts = torch.histc(experts.flatten().float(), len(router), 0, len(router))  # bincount would wait for the device
+    counts = torch.histc(experts.flatten().float(), num_experts, 0, num_experts)  # bincount would wait for the device
     ends = torch.cumsum(counts, 0).to(torch.int32)
     token = order // top_k
     rows = x.index_select(0, token)
-    h = _swiglu()(grouped_bf16(rows, w1, ends), grouped_bf16(rows, w3, ends))
-    out = grouped_bf16(h, w2, ends).float() * probs.flatten()[order].unsqueeze(-1)
+    h = _swiglu()(grouped_bf16(rows, weights.w1, ends), grouped_bf16(rows, weights.w3, ends))
+    out = grouped_bf16(h, weights.w2, ends).float() * probs.flatten()[order].unsqueeze(-1)
     return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
 
 
