@@ -31,8 +31,8 @@ RECIPE = "mxfp8"
 # y and every gradient against the plain bf16 layer with an fp32 router: at least 22.7 dB measured on a CPU, over five
 # shapes, "exact" and "fold"; less 1.7.
 MIN_SQNR_DB = 21.0
-# Between MXFP8, 23 dB, and two bf16 layers of this package, which are over 40 dB from each other.
-MIN_SONIC_DB = 30.0
+# On an H200 at least 44.7 dB, of four sizes; less 4.7. MXFP8 has 23 dB.
+MIN_SONIC_DB = 40.0
 
 JaxProgram = tuple[Callable[..., tuple[jax.Array, ...]], tuple[Any, ...]]
 """A compiled program and its arguments."""

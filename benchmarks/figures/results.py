@@ -128,15 +128,20 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured. Of two lines about the
-    same case the later one counts.
+    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured; of a model, which takes
+    minutes, at the last of this model and frontend. Of two lines about the same case the later one counts.
 
     [] without a file or without such lines.
     """
     path = RESULTS / f"{name}.jsonl"
     rows = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
     rows = [row for row in rows if wanted(row["op"])]
-    measured = lambda row: (row["op"], row["hardware"], row["case"].get("how"))  # noqa: E731
+
+    def measured(row: dict[str, Any]) -> tuple[Any, ...]:
+        case = row["case"]
+        model = (case["model"], row["frontend"]) if "model" in case else ()
+        return row["op"], row["hardware"], case.get("how"), model
+
     last = {measured(row): row["commit"] for row in rows}
     of_commit = [row for row in rows if row["commit"] == last[measured(row)]]
     return list({(r["op"], r["hardware"], r["frontend"], str(r["case"]), r["peer"]): r for r in of_commit}.values())

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from ..cases.shapes import H200
 from .tables.table_ep import TORCH_BEST
+from .tables.table_models import OURS, is_model
 from .tables.table_moe_layer import PLAIN, in_a_row
 from .tables.table_sonic_moe import SONIC, is_against_sonic
 
@@ -82,6 +83,12 @@ def _against_sonic(rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if is_against_sonic(row["op"]) and row["peer"] == SONIC]
 
 
+def _models(rows: Sequence[Row]) -> list[Row]:
+    """Whole training steps of models in PyTorch on one GPU."""
+    return [row for row in rows if is_model(row["op"]) and row["frontend"] == "torch" and row["case"]["gpus"] == 1
+            and row["case"]["candidate"] == OURS]  # fmt: skip
+
+
 def _product(rows: Sequence[Row]) -> list[Row]:
     """Forward and both gradients of a grouped product, with all quantization."""
     of = [row for row in rows if row["op"] == "grouped_mm_autograd" and row["peer"] == "torch_grouped_mm_bf16"]
@@ -101,6 +108,7 @@ def headlines(rows: Sequence[Row], parallel: Sequence[Row]) -> Iterator[Headline
         Headline("MoE layer, plain bf16", layers(rows), LAYER_KERNELS),
         Headline("MoE layer, best bf16", _best_bf16(rows), LAYER_KERNELS),
         Headline("MoE layer of SonicMoE in bf16", _against_sonic(rows), LAYER_KERNELS),
+        Headline("training step of a model, best bf16", _models(rows), LAYER_KERNELS),
         Headline("MoE layer in JAX, plain bf16 in PyTorch", _in_jax(rows), LAYER_KERNELS),
         Headline("grouped GEMM with its quantization, single calls", _product(rows), PRODUCT_KERNELS),
         *(Headline(f"{RANKS} GPUs, {name}", _parallel(parallel, how), _kernels(how)) for how, name in HOWS.items()),
@@ -144,6 +152,8 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
     sizes = "; ".join("/".join(map(str, sizes)) for sizes in H200.moe_layers)
     sonic = len(_against_sonic(rows))
     few = f" SonicMoE: {sonic} of the sizes, [few configurations](docs/results/performance.md)." if sonic else ""
+    models = ", ".join(f"{row['case']['model']} ({row['case']['layers']} layers)" for row in _models(rows))
+    models = f" Models: {models}." if models else ""
     return "\n".join([
         *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",
@@ -151,5 +161,5 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
         "GPU, single steps after a barrier, bf16 with NCCL's all-to-alls. Layers on one GPU: back-to-back steps. "
         "Medians of n samples, both sides alternate in one run. Plain bf16 is a layer [without fused "
         "passes](benchmarks/peers/moe_layer.py); best bf16 is the faster of it and recipe `bf16` of mxep. dB: SQNR of "
-        f"the worst of output and gradients relative to bf16.{few}",
+        f"the worst of output and gradients relative to bf16, of a model of the weights' gradients.{few}{models}",
     ])  # fmt: skip

@@ -237,3 +237,13 @@ def test_the_figures_of_an_op_have_one_commit_and_later_lines_replace_earlier_on
                                     ("1x", "b", "x", 4), ("4x", "c", "y", 5)]]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [(row["op"], row["us"]) for row in results.newest("h200")] == [("z", 0), ("x", 4), ("y", 3), ("y", 5)]
+
+
+def test_the_figures_of_a_model_have_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    rows = [{"hardware": "1x", "commit": c, "op": "x", "frontend": frontend, "case": {"model": model}, "peer": peer,
+             "us": us} for us, (c, frontend, model, peer) in enumerate([
+                 ("a", "torch", "m", "p"), ("a", "torch", "n", "p"), ("a", "jax", "m", "p"), ("b", "torch", "m", "q")
+             ])]  # fmt: skip
+    (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [row["us"] for row in results.newest("h200")] == [1, 2, 3]

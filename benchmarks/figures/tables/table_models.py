@@ -11,7 +11,7 @@ OP = "model_step"
 COLUMNS = ("model", "layers", "experts", "GPUs", "candidate", "best bf16",
            "tokens/s: best bf16 / candidate (n, spread)", "speedup", "experts alone", "ceiling", "of the ceiling",
            "joules per 1000 tokens: best bf16 / candidate",
-           "peak memory, GiB: best bf16 / candidate", "dB", "loss", "bar")  # fmt: skip
+           "peak memory, GiB: best bf16 / candidate", "dB", "loss", "bar", "commit")  # fmt: skip
 OURS = "mxfp8"
 
 
@@ -57,6 +57,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{error['sqnr_db']}" if compared else "",
         f"{error['loss']:.2%}" if compared else "",
         str(bar(row) or ""),
+        row["commit"][:7],
     )
 
 
