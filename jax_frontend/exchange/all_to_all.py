@@ -93,6 +93,8 @@ class TokenReplicas:
         order: (T * top_k,) int32. Row i is a replica of token order[i] // top_k.
         inverse: (T * top_k,) int32, the row of each replica.
         top_k: experts per token, static.
+        distinct: whether the experts of each token differ, static. Then a rank has room for at most as many rows of a
+            token as it has experts: with fewer than top_k experts, fewer rows if no `capacity_factor` is given.
 
     Example:
         >>> order, inverse, counts = sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3)
@@ -105,6 +107,7 @@ class TokenReplicas:
     order: jax.Array
     inverse: jax.Array
     top_k: int = dataclasses.field(metadata={"static": True})
+    distinct: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def parts_of(rows: Any) -> tuple[jax.Array, int, int]:
@@ -112,6 +115,13 @@ def parts_of(rows: Any) -> tuple[jax.Array, int, int]:
     if isinstance(rows, TokenReplicas):
         return rows.x, rows.top_k, rows.x.shape[0] * rows.top_k
     return rows, 0, rows.shape[0]
+
+
+def most_rows(rows: Any, local: int) -> int:
+    """The most rows of a rank for a rank of `local` experts."""
+    x, top_k, num_rows = parts_of(rows)
+    fewer = isinstance(rows, TokenReplicas) and rows.distinct and 0 < local < top_k
+    return x.shape[0] * local if fewer else num_rows
 
 
 def check_replicas(op: str, tokens: TokenReplicas) -> None:
@@ -332,7 +342,8 @@ class AllToAll:
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, num_rows = parts_of(rows)
         ranks = axis_size("dispatch", self.axis_name)
-        capacity = capacity_of("dispatch", self.capacity_factor, num_rows, ranks, num_rows)
+        most = most_rows(rows, counts.shape[0] // ranks)
+        capacity = capacity_of("dispatch", self.capacity_factor, num_rows, ranks, most)
         plan = lay_out(counts, self.axis_name, num_rows, capacity)
         lost = lost_of(rows, counts, plan.slots, capacity == num_rows, self.on_overflow)
         x, tokens = nan_gradients("dispatch", x, lost), None

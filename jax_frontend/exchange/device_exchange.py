@@ -103,7 +103,7 @@ def exchange_ffn(
     """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit."""
     op, x, top_k = "moe.apply", tokens.x, tokens.top_k
     num_rows = x.shape[0] * top_k
-    capacity, whole = share_capacity(axis_name, num_rows, capacity_factor)
+    capacity, whole = share_capacity(axis_name, tokens, counts.shape[0], capacity_factor)
     row_map, maps = map_peers(tokens, counts, axis_name, num_rows, capacity, recipe.alignment)
     lost = lost_of(tokens, counts, row_map.inverse, whole, on_overflow)
     x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)

@@ -23,7 +23,7 @@ from ..ops import RowMap
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE, gather, ungather
 from ..routing.overflow import capacity_of, nan_gradients
-from .all_to_all import TokenReplicas, lost_of, parts_of
+from .all_to_all import TokenReplicas, lost_of, most_rows, parts_of
 from .local import SlotMaps, read_groups, sum_groups
 from .peer_memory import Peers, all_ranks
 from .route import Route
@@ -41,7 +41,7 @@ class PeerMemory:
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, num_rows = parts_of(rows)
-        capacity, whole = share_capacity(self.axis_name, num_rows, self.capacity_factor)
+        capacity, whole = share_capacity(self.axis_name, rows, counts.shape[0], self.capacity_factor)
         row_map, maps = map_peers(rows, counts, self.axis_name, num_rows, capacity, recipe.alignment)
         lost = lost_of(rows, counts, row_map.inverse, whole, self.on_overflow)
         route = Route(row_map, maps, self, recipe, top_k, lost)
@@ -60,11 +60,12 @@ class PeerMemory:
         return sum_groups(rows, route, here, here, probs, out_dtype, HERE)
 
 
-def share_capacity(axis_name: Axes, num_rows: int, capacity_factor: float | None) -> tuple[int, bool]:
-    """The rows of a rank, and whether every routing fits."""
-    most = axis_size("dispatch", axis_name) * num_rows
+def share_capacity(axis_name: Axes, rows: Any, experts: int, capacity_factor: float | None) -> tuple[int, bool]:
+    """The rows of a rank, and whether all rows of all ranks fit."""
+    ranks, (_, _, num_rows) = axis_size("dispatch", axis_name), parts_of(rows)
+    most = ranks * most_rows(rows, experts // ranks)
     capacity = capacity_of("dispatch", capacity_factor, num_rows, 1, most)
-    return capacity, capacity == most
+    return capacity, capacity == ranks * num_rows
 
 
 def map_peers(

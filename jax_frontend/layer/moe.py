@@ -227,7 +227,7 @@ def _layer(
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
     parts = axis_names(op, "tensor_axis", tensor_axis)
     x_TD, probs_TK = vary(x_TD, parts), vary(probs_TK, parts)
-    tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1])
+    tokens = TokenReplicas(x_TD.astype(jnp.bfloat16), order, inverse, experts_TK.shape[1], outside is None)
     if config.router.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)

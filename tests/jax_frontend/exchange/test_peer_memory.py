@@ -12,7 +12,20 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, RouterConfig, combine, dispatch, gather_rows, lower_for, moe, weighted_combine
+from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.routing.plan import padded_rows
+from mxep.jax_frontend import (
+    MoEConfig,
+    RouterConfig,
+    TokenReplicas,
+    combine,
+    dispatch,
+    gather_rows,
+    lower_for,
+    moe,
+    sort_by_expert,
+    weighted_combine,
+)
 from mxep.jax_frontend.exchange.rows import spread_rows
 
 from ...compare import same_bytes
@@ -60,6 +73,31 @@ def test_the_layer_on_a_mesh_of_data_and_expert_ranks(recipe: str, prob_in: Any)
         results.append(jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x))
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         same_bytes(got, want)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_a_rank_of_one_expert_has_room_for_a_row_of_each_token(recipe: str) -> None:
+    """Of tokens with two different experts. The bytes of one process, and room for a half of the rows."""
+    mesh, ranks, top_k = mesh_of((4,), ("ep",)), 4, 2
+    experts = jnp.argsort(jax.random.normal(jax.random.key(2), (ranks * TOKENS, 4)), axis=1)[:, :top_k]
+    experts = experts.at[:, 0].set(jnp.where((experts == 3).any(1), experts[:, 0], 3))  # all tokens to the last rank
+    x = jax.random.normal(jax.random.key(1), (ranks * TOKENS, 32), jnp.bfloat16)
+
+    def layer(x: jax.Array, experts: jax.Array, axis: str | None, distinct: bool, transport: Any) -> Any:
+        order, inverse, counts = sort_by_expert(experts, 4)
+        tokens = TokenReplicas(x, order, inverse, top_k, distinct)
+        groups, _, route = dispatch(tokens, counts, recipe=recipe, axis_name=axis, transport=transport)
+        return combine(groups if recipe == "bf16" else groups.dequantize(), route), groups
+
+    want = layer(x, experts, None, False, "all_to_all")[0]
+    for transport in ("all_to_all", "peer_memory"):
+        rows = []
+        for distinct in (False, True):
+            of_rank = partial(layer, axis="ep", distinct=distinct, transport=transport)
+            y, groups = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, experts)
+            same_bytes(y, want)
+            rows.append(groups.shape[0] // ranks)
+        assert rows == [padded_rows(ranks * TOKENS * k, 1, BLOCK) for k in (top_k, 1)]
 
 
 def test_a_full_rank_drops_the_last_rows() -> None:
