@@ -1,5 +1,5 @@
 """The checks of ranks that gather experts as bytes: the bits of ranks that gather them as values; by name, run by
-test_fsdp_gather.py."""
+test_fsdp.py."""
 
 import re
 import shutil
@@ -232,11 +232,12 @@ def write_and(use: Callable[[], object], parameter: Tensor) -> None:
 
 def refused() -> None:
     """Arguments, before anything is sharded; and what bytes cannot do."""
-    for error, words, options in (
+    bad: tuple[tuple[type[Exception], str, dict[str, Any]], ...] = (
         (TypeError, "quantized_gather: got 'mxfp8'; allowed: bool", {"quantized_gather": "mxfp8"}),
         (ValueError, "offload_policy: got CPUOffloadPolicy; allowed: None with quantized_gather",
          {"quantized_gather": True, "offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for error, words, options in bad:
         model = Model()
         with pytest.raises(error, match=re.escape(words)):
             shard_moe(model, mesh_of(1), [Block], **options)
@@ -250,7 +251,7 @@ def refused() -> None:
     with pytest.raises(ValueError, match=r"w1: got unsharded weights; allowed: .* before `unshard\(\)`"):
         second.cached_weights().__enter__()
     with pytest.raises(NotImplementedError, match="got weights gathered as bytes"):
-        second.w1.to_local() + 1
+        second.w1.to_local().add(1)
     assert "GatheredWeights(shape=(8, 96, 64), dtype=torch.bfloat16)" in repr(second.w1)
     assert torch.equal(torch.zeros_like(second.w1.to_local()), torch.zeros(8, HIDDEN, D, dtype=torch.bfloat16))
     second.reshard()
