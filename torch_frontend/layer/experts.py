@@ -217,8 +217,9 @@ class GroupedExperts(nn.Module):
             A context manager.
 
         Raises:
-            ValueError: For weights that FSDP2 has sharded and gathers in every call. docs/guides/fsdp.md keeps them
-                gathered for several calls.
+            ValueError: For weights that FSDP2 has sharded and gathers as values in every call, and for unsharded ones
+                with `quantized_gather`, whose shards the block quantizes. docs/guides/fsdp.md keeps values gathered for
+                several calls.
             RuntimeError: In calls and at the end of the block, if a version counter shows a write to a weight. Version
                 counters do not count writes through `.data`, by collectives or by other processes.
 

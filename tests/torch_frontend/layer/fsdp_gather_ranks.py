@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import MoE, clip_grad_norm_, shard_moe
 from mxep.torch_frontend.layer import quantized_gather
 from mxep.torch_frontend.ops import private
@@ -82,8 +83,11 @@ def gathered() -> Iterator[list[str]]:
         yield found
 
 
-def trained(model: Any, steps: int = 2, microbatches: int = 1, held: bool = False, **adamw: Any) -> dict[str, Tensor]:
-    """Losses, norms, gradients and weights of all steps, and the logits of an evaluation."""
+def trained(
+    model: Any, steps: int = 2, microbatches: int = 1, held: bool = False, by_hand: bool = False, **adamw: Any
+) -> dict[str, Tensor]:
+    """Losses, norms, gradients and weights of all steps, and the logits of an evaluation. by_hand: `unshard` before a
+    forward."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
     found: dict[str, Tensor] = {}
     for step in range(steps):
@@ -92,6 +96,8 @@ def trained(model: Any, steps: int = 2, microbatches: int = 1, held: bool = Fals
                 blocks.enter_context(each.cached_weights())
             for at, part in enumerate(mine(batch(step)).chunk(microbatches)):
                 model.set_requires_gradient_sync(at == microbatches - 1)
+                for each in experts_of(model) if by_hand else ():
+                    each.unshard()
                 loss = loss_of(model, part) / microbatches
                 loss.backward()
                 found[f"{step}.{at}.loss"] = loss.detach()
@@ -105,7 +111,7 @@ def trained(model: Any, steps: int = 2, microbatches: int = 1, held: bool = Fals
     return found
 
 
-TRAINING = "steps", "fused", "foreach", "microbatches"
+TRAINING = "steps", "fused", "foreach", "microbatches", "by_hand"
 
 
 def same_bits(ep: int, words: str = "k n", public: bool = False, held: bool = False, **options: Any) -> None:
@@ -267,7 +273,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointed": {"checkpointed": True, "words": "k kn n"},
     "reentrant": {"checkpointed": "reentrant", "words": "k kn"},
     "prefetched": {"prefetched": True},
+    "by_hand": {"by_hand": True, "words": "kn n k"},
     "public": {"public": True, "words": "kn"},
+    "fold": {"recipe": Recipe.parse("mxfp8", compute="fold")},
     "wgrad_with_hp": {"recipe": "mxfp8_wgrad_with_hp"},
     "rowwise": {"recipe": "fp8_rowwise"},
     "blockwise": {"recipe": "fp8_blockwise"},
