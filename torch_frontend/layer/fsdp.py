@@ -139,6 +139,8 @@ def _gathered_as_bytes(model: nn.Module, data_ranks: int, ranks: int, device_typ
     for name, module in model.named_modules():
         if isinstance(module, SharedFFN | MXLinear):
             why = "a rank has a part of each matrix"
+        elif isinstance(module, GroupedExperts) and type(module).forward is not GroupedExperts.forward:
+            why = "a forward of their own"
         elif isinstance(module, GroupedExperts):
             why = why_values(module, module.num_experts // ranks, data_ranks, torch.device(device_type))
         else:
@@ -148,7 +150,8 @@ def _gathered_as_bytes(model: nn.Module, data_ranks: int, ranks: int, device_typ
         else:
             others.setdefault(why, []).append(name)
     if others:
-        found = "; ".join(f"{names[0]} and {len(names) - 1} more: {why}" for why, names in others.items())
+        more = {why: f" and {len(names) - 1} more" if names[1:] else "" for why, names in others.items()}
+        found = "; ".join(f"{names[0]}{more[why]}: {why}" for why, names in others.items())
         warnings.warn(f"{OP}: quantized_gather: weights gathered as values: {found}", stacklevel=3)
     return chosen
 

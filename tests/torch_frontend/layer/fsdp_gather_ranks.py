@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.torch_frontend import MoE, clip_grad_norm_, shard_moe
+from mxep.torch_frontend import GroupedExperts, MoE, clip_grad_norm_, shard_moe
 from mxep.torch_frontend.layer import quantized_gather
 from mxep.torch_frontend.ops import private
 from mxep.torch_frontend.products.forms.mx import MXForm
@@ -215,6 +215,11 @@ def checkpoints() -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+class OwnExperts(GroupedExperts):
+    def forward(self, groups_PD: Tensor, padded_counts: Any, probs_P: Tensor | None = None) -> Tensor:
+        return super().forward(groups_PD, padded_counts, probs_P)
+
+
 def gathers_values() -> None:
     """Where a rank has no whole experts, or their products read bf16; the warning names them."""
     ranks = dist.get_world_size()
@@ -222,13 +227,17 @@ def gathers_values() -> None:
         (ranks, "blocks.0.moe.experts and 1 more: one data rank, which gathers nothing", {"recipe": "mxfp8"}),
         (1, f"2 experts, which {ranks} data ranks do not divide", {"recipe": "mxfp8", "experts": 2}),
         (1, "experts and 1 more: recipe 'bf16', which multiplies bf16", {"recipe": "bf16"}),
+        (1, "values: blocks.0.moe.experts: a forward of their own; ", {"recipe": "mxfp8", "own": True}),
     ):
+        own = options.pop("own", False)
         model = fresh(**options)
+        if own:
+            experts_of(model)[0].__class__ = OwnExperts
         with pytest.warns(UserWarning, match=re.escape(words)):
             shard_moe(model, mesh_of(ep), [Block], quantized_gather=True)
         with gathered() as found:
             loss_of(model, mine(batch(0))).backward()
-        assert not found
+        assert set(found) == ({"k", "n"} if own else set())  # of the other block
     upcast = MXForm("mx", 0, True, upcasts=True)  # compute="exact" on Hopper
     with mock.patch.object(quantized_gather, "format_of", return_value=upcast):
         why = quantized_gather.why_values(experts_of(fresh(recipe="mxfp8"))[0], 8, ranks, torch.device("cpu"))
