@@ -161,14 +161,30 @@ def checkpointing_gathers_again_once() -> None:
     assert second == {"k": 6, "n": 0, "kn": 6}, second
 
 
-def bytes_of_a_weight() -> None:
-    """A forward and a backward gather 33 bytes of 32 values each, of fp32 weights too."""
-    experts = experts_of(made(True, 1))[0]
-    before, values = experts.quantized_gather.before, experts.w1.to_local().numel()
-    for phase, nbytes in (("forward", 33), ("backward", 33), ("any", 66)):
-        with mock.patch.object(quantized_gather, "begin_gather", lambda *_, phase=phase: phase):
-            parts, _ = before("w1", None, experts.w1.shape, (), experts, MIXED)
-        assert sum(part.nbytes for part in parts) * 32 == nbytes * values
+class CountedGather:
+    """FSDP2's all-gather, and the bytes that it writes."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self.nbytes += output_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def bytes_of_a_step() -> None:
+    """A forward and a backward gather 33 bytes of 32 values each, and not 64."""
+    for quantized, nbytes in ((False, 64), (True, 33)):
+        model = made(quantized, 1)
+        experts, gather = experts_of(model)[0], CountedGather()
+        experts.set_custom_all_gather(gather)
+        loss_of(model, mine(batch(0))).backward()
+        weights = sum(w.numel() for w in experts.parameters() if w.dim() == 3)
+        biases = sum(b.numel() for b in experts.parameters() if b.dim() == 2)
+        assert gather.nbytes == 2 * (weights // 32 * nbytes + 2 * biases)
 
 
 def checkpoints() -> None:
@@ -309,7 +325,7 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         return found | {
             "quantizes_once": quantizes_once,
             "checkpointing_gathers_again_once": checkpointing_gathers_again_once,
-            "bytes_of_a_weight": bytes_of_a_weight,
+            "bytes_of_a_step": bytes_of_a_step,
             "checkpoints": checkpoints,
             "refused": refused,
         }
