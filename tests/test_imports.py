@@ -249,9 +249,9 @@ def test_jax_triton_is_named_in_one_file() -> None:
 
 ONLY_TORCH: dict[str, set[str]] = {
     "ops": {"differentiable", "direct", "mx_tensor", "ranges", "register", "settings"},
-    "products": {"backward_operands", "gathered_rows"},
+    "products": {"backward_operands", "gathered_rows", "gathered_weights"},
     "exchange": {"counts", "exchange", "process_groups", "shards"},
-    "layer": {"cached_weights", "convert_linear", "experts", "fsdp", "metrics", "parallel"},
+    "layer": {"cached_weights", "convert_linear", "experts", "fsdp", "metrics", "parallel", "quantized_gather"},
     "integrations": {"convert", "packed_experts", "packed_ffn", "torchtitan", "transformers"},
 }
 ONLY_JAX: dict[str, set[str]] = {

@@ -15,6 +15,7 @@ from ...core_kernels.launch import fail
 from ...core_kernels.policy.recipe import Recipe
 from ..exchange.shards import sharded
 from ..ops.private import version_of
+from ..products.forms.form import WeightOperands
 from ..products.weights import QuantizedWeights, quantize_weights
 
 _opening = Lock()
@@ -40,6 +41,13 @@ class CachedWeights(NamedTuple):
             if _state(w) != state:
                 allowed = "allowed: none; leave the block, write, and enter it again"
                 fail(RuntimeError, "cached_weights", name, "a write within the block", allowed)
+
+    def operands_of(self, name: str, parameter: Tensor) -> WeightOperands:
+        """Of the parameter of this name."""
+        at = slice(self.names.index(name), self.names.index(name) + 1)
+        CachedWeights(self.names[at], self.quantized[at], self.states[at]).check((parameter,))
+        (quantized,) = self.quantized[at]
+        return WeightOperands(quantized.as_stored, quantized.transposed)
 
     def weights_of(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[QuantizedWeights, ...]:
         """The cached bytes with `values`, which receive the gradients."""

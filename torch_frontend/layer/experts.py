@@ -3,7 +3,7 @@
 groups (P, D), layout --forward--> (P, D)       the layout of a `dispatch` says how: at once, or during an exchange
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..overlap.local_experts import FFN
 from ..products.ffn import Biases, FFNOptions, swiglu_ffn
 from ..products.weights import Weights, outlives_forward
 from .cached_weights import CachedWeights, opened, without_blocks
+from .quantized_gather import QuantizedGather
 
 
 class GroupedExperts(nn.Module):
@@ -71,6 +72,8 @@ class GroupedExperts(nn.Module):
     """The ranks that share the experts, set by ExpertParallel; None is this process alone."""
     exchange: Exchange = Local()
     """How their layer exchanges rows, set by ExpertParallel."""
+    quantized_gather: QuantizedGather | None = None
+    """How FSDP2 gathers the weights, set by shard_moe; None is as values."""
 
     b1: Tensor | None
     b2: Tensor | None
@@ -115,6 +118,12 @@ class GroupedExperts(nn.Module):
         for b in (self.b1, self.b2, self.b3):
             if b is not None:
                 nn.init.zeros_(b)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "GroupedExperts":
+        super()._apply(fn, recurse)
+        if self.quantized_gather is not None:
+            self.quantized_gather.attach(self)
+        return self
 
     def extra_repr(self) -> str:
         (e, f, d), bias = self.w1.shape, self.b1 is not None
@@ -176,7 +185,9 @@ class GroupedExperts(nn.Module):
         parameters = self.w1, self.w3, self.w2
         check_sharded("GroupedExperts", parameters, self.expert_parallel)
         weights: tuple[Any, ...] = tuple(sharded(w, self.expert_parallel) for w in parameters)
-        if self._held is not None:
+        if self.quantized_gather is not None:
+            self.quantized_gather.require(self, weights)
+        elif self._held is not None:
             weights = self._held.weights_of(parameters, weights)
         b1, b3, b2 = (b if b is None else sharded(b, self.expert_parallel) for b in (self.b1, self.b3, self.b2))
         return FFN("GroupedExperts.forward", weights, Biases(b1, b3, b2), self._options(pad=False))
@@ -206,8 +217,9 @@ class GroupedExperts(nn.Module):
             A context manager.
 
         Raises:
-            ValueError: For weights that FSDP2 has sharded and gathers in every call. docs/guides/fsdp.md keeps them
-                gathered for several calls.
+            ValueError: For weights that FSDP2 has sharded and gathers as values in every call, and for unsharded ones
+                with `quantized_gather`, whose shards the block quantizes. docs/guides/fsdp.md keeps values gathered for
+                several calls.
             RuntimeError: In calls and at the end of the block, if a version counter shows a write to a weight. Version
                 counters do not count writes through `.data`, by collectives or by other processes.
 
@@ -217,6 +229,11 @@ class GroupedExperts(nn.Module):
             ...     y = experts(torch.ones(64, 32), torch.tensor([32, 32]))
         """
         parameters = {"w1": self.w1, "w3": self.w3, "w2": self.w2}
+        if self.quantized_gather is not None:
+            cached = self.quantized_gather.cached(parameters)
+            with opened(self, cached):
+                yield
+            return cached.check(tuple(parameters.values()))
         parts = tuple(sharded(w, None) for w in parameters.values())
         for name, part, whole in self._of_other_shape(parts):
             got, allowed = f"a shard {tuple(part.shape)}", f"allowed: {whole}, all of this rank's experts"

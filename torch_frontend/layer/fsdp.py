@@ -9,6 +9,7 @@ mesh (data, experts), e.g. 2 x 4           every rank has tokens of its own
   other gradients                                        FSDP2's mean over all ranks  = mean over all ranks
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -16,14 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from ...core_kernels.launch import fail
+from ..ops.checks import check_flag
 from ..ops.private import flattened
-from .moe import GroupedExperts, MoE
+from .experts import GroupedExperts, SharedFFN
+from .linear import MXLinear
+from .moe import MoE
 from .parallel import ExpertParallel
+from .quantized_gather import QuantizedGather, why_values
 
 OP = "shard_moe"
 DATA_DIMS = {"dp", "dp_shard", "dp_shard_mod_ep", "fsdp", "efsdp", "edp", "data", "data_parallel"}
@@ -40,6 +45,7 @@ def shard_moe(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
+    quantized_gather: bool = False,
 ) -> nn.Module:
     """Shard a model with `MoE` layers over a mesh of two named dims, (data, experts); returns the model.
 
@@ -64,6 +70,10 @@ def shard_moe(
             weights.
         offload_policy: of FSDP2's `fully_shard`.
         reshard_after_forward: of FSDP2's `fully_shard`.
+        quantized_gather: FSDP2 gathers the experts as the bytes that their products read, one per weight in a forward
+            and one in a backward, and not as values. Outputs and gradients have the same bits. Parameters, gradients
+            and checkpoints stay as they are. Weights of which a rank has a part of a matrix are gathered as values,
+            with a warning.
 
     Returns:
         `model`, sharded in place.
@@ -72,7 +82,8 @@ def shard_moe(
         TypeError: for arguments of another type, before anything is sharded.
         ValueError: before anything is sharded, for a mesh of other dims, without names or with two names of one kind, a
             model without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that
-            are sharded already, and a number of experts that E does not divide.
+            are sharded already, a number of experts that E does not divide, and quantized_gather with an
+            offload_policy to the CPU.
 
     Example:
         >>> def sharded(model, Block):  # under torchrun, for example on 8 GPUs
@@ -88,15 +99,22 @@ def shard_moe(
         fail(TypeError, OP, "style", repr(style), allowed)
     if style.gradients != "mean":
         fail(ValueError, OP, "style", f"gradients={style.gradients!r}", allowed)
+    check_flag(OP, "quantized_gather", quantized_gather)
+    if quantized_gather and isinstance(offload_policy, CPUOffloadPolicy):
+        allowed = "allowed: None with quantized_gather, which quantizes on the device of the products"
+        fail(ValueError, OP, "offload_policy", type(offload_policy).__name__, allowed)
     data, experts = (mesh[name] for name in _dims(mesh))
     options: dict[str, Any] = {} if offload_policy is None else {"offload_policy": offload_policy}
     options |= {"reshard_after_forward": reshard_after_forward}
     policy = mp_policy or MixedPrecisionPolicy()
     rows_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    as_bytes = _gathered_as_bytes(model, data.size(), experts.size(), mesh.device_type) if quantized_gather else ()
     for layer in layers:
         parallelize_module(layer.experts, experts, style)
         place = _placement(data.size())
         fully_shard(layer.experts, mesh=data, mp_policy=rows_policy, shard_placement_fn=place, **options)
+        if layer.experts in as_bytes:
+            QuantizedGather(layer.experts.recipe, rows_policy.param_dtype).install(layer.experts)
     everyone = flattened(mesh)
     for module in (*blocks, model):
         place = _placement(everyone.size())  # a shared expert is a single one
@@ -113,6 +131,29 @@ def _placement(ranks: int) -> Callable[[nn.Parameter], Shard | None]:
         return Shard(1) if parts else None
 
     return place
+
+
+def _gathered_as_bytes(model: nn.Module, data_ranks: int, ranks: int, device_type: str) -> list[GroupedExperts]:
+    """The experts that FSDP2 gathers as bytes; warns of the other modules that quantize their weights."""
+    chosen, others = [], dict[str, list[str]]()
+    for name, module in model.named_modules():
+        if isinstance(module, SharedFFN | MXLinear):
+            why = "a rank has a part of each matrix"
+        elif isinstance(module, GroupedExperts) and type(module).forward is not GroupedExperts.forward:
+            why = "a forward of their own"
+        elif isinstance(module, GroupedExperts):
+            why = why_values(module, module.num_experts // ranks, data_ranks, torch.device(device_type))
+        else:
+            continue
+        if why is None:
+            chosen.append(module)
+        else:
+            others.setdefault(why, []).append(name)
+    if others:
+        more = {why: f" and {len(names) - 1} more" if names[1:] else "" for why, names in others.items()}
+        found = "; ".join(f"{names[0]}{more[why]}: {why}" for why, names in others.items())
+        warnings.warn(f"{OP}: quantized_gather: weights gathered as values: {found}", stacklevel=3)
+    return chosen
 
 
 def _dims(mesh: DeviceMesh) -> tuple[str, str]:

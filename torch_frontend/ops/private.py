@@ -9,12 +9,12 @@ tests/torch_frontend/ops/test_private.py runs both.
 import pkgutil
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -309,6 +309,47 @@ def _private_flattened(mesh: DeviceMesh) -> DeviceMesh:
 _has_flatten = private("torch.distributed.device_mesh:DeviceMesh._flatten") is not None
 flattened = _private_flattened if _has_flatten else _public_flattened
 """flattened(mesh): a mesh of one dim with the same ranks in the same order; collective."""
+
+
+# --- FSDP2 ---
+
+Phase = Literal["forward", "backward", "any"]
+"""What reads the weights of an all-gather: a forward, a backward, or possibly both."""
+
+_training_state: Any = private("torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState")
+_group_reshards = private("torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._reshard_after_forward")
+_state_of = private("torch.distributed.fsdp:FSDPModule._get_fsdp_state")
+_graph_task = private("torch._C:_current_graph_task_id")
+
+
+def _public_begin_gather(module: nn.Module, name: str) -> Phase:
+    return "any"
+
+
+def _private_begin_gather(module: nn.Module, name: str) -> Phase:
+    state: Any = _state_of(module)
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else (state._fsdp_param_group,)
+    for group in groups:
+        for each in group.fsdp_params:
+            if each._module_info.module is module and each._module_info.param_name == name:
+                # torch keeps freed buffers of the first gather's sizes for all gathers.
+                each.all_gather_outputs = []
+                return _phase_of(group)
+    return "any"
+
+
+def _phase_of(group: Any) -> Phase:
+    if not group._reshard_after_forward or not group.reshard_after_backward:
+        return "any"
+    if group._training_state is _training_state.FORWARD:
+        return "forward" if _graph_task() == -1 else "any"  # in a backward: activation checkpointing
+    return "backward" if group._training_state is _training_state.PRE_BACKWARD else "any"
+
+
+_has_phase = None not in (_training_state, _group_reshards, _state_of, _graph_task)
+# No public name tells for which pass FSDP2 gathers, or lets gathers of a parameter differ in size.
+begin_gather: Callable[[nn.Module, str], Phase] = _private_begin_gather if _has_phase else _public_begin_gather
+"""begin_gather(module, name): what reads the weights that FSDP2 is about to gather for a sharded parameter."""
 
 
 def _public_all_to_all(

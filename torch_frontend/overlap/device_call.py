@@ -18,6 +18,7 @@ from ...core_kernels.registry import OPS
 from ..ops.call import call_out
 from ..ops.device import arch_of
 from ..ops.private import exchange
+from ..products.gathered_weights import GatheredBytes
 from ..products.weights import Cached
 from .peer_exchange import Layout
 
@@ -88,7 +89,7 @@ class DeviceCall(NamedTuple):
     sizes: Sizes
     width: int
     alignment: int
-    cached: tuple[Cached, ...]
+    cached: tuple[Cached | GatheredBytes, ...]
     kept: bool
 
     def prepared(self, quantize: bool, results: Sequence[str] | None) -> tuple[Prepared, Memory]:
@@ -150,6 +151,11 @@ class DeviceCall(NamedTuple):
         return out
 
     @property
+    def gathered(self) -> bool:
+        """Whether the weights are bytes that a backward reads anew, since they are gathered for each pass."""
+        return isinstance(self.cached[0], GatheredBytes)
+
+    @property
     def slots(self) -> int:
         return self.tokens * self.sizes.top_k
 
@@ -162,10 +168,11 @@ class DeviceCall(NamedTuple):
         return {"group_ends": layout.group_ends, "no_numbers": no_numbers, **addresses}
 
     def operands(self, transposed: bool) -> dict[str, Tensor]:
-        """Of cached weights, by name; nothing without them."""
+        """Of cached or gathered weights, by name; nothing without them."""
         if self.cached[0] is None:
             return {}
-        parts = [part for w in self.cached if w is not None for part in w[transposed]]
+        operands = [w.along_n if transposed else w.along_k for w in self.cached if w is not None]
+        parts = [part for operand in operands for part in operand]
         return dict(zip(self.programs.along_n if transposed else self.programs.along_k, parts, strict=True))
 
     def _own_address(self) -> Tensor:

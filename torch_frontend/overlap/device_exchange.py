@@ -27,6 +27,7 @@ from ..ops.launch import dtype_name
 from ..ops.mx_tensor import dequantized
 from ..ops.private import exchange
 from ..products.forms.fold import Folded
+from ..products.gathered_weights import GatheredBytes, GatheredWeights
 from ..products.weights import Cached, is_transpose, outlives_forward
 from .device_call import FFN, MM, DeviceCall
 from .local_experts import FFNExperts, LocalExperts, MMExperts
@@ -60,9 +61,9 @@ class _DeviceExperts(torch.autograd.Function):
             memory.barrier()
             y = call.sums(layout, places, call.width, torch.bfloat16)
         if results:
-            saved, cached = found[: len(names.saved)], tuple(call.operands(True).values())
+            saved, cached = found[: len(names.saved)], () if call.gathered else tuple(call.operands(True).values())
             operands = found[len(saved) :] or cached or None
-            save(ctx, (_tensors_of(layout), saved, operands, None if operands else weights))
+            save(ctx, (_tensors_of(layout), saved, operands, None if operands or call.gathered else weights))
             ctx.call, ctx.probs, ctx.dtype = call, probs is not None and ctx.needs_input_grad[1], x.dtype
         ctx.mark_non_differentiable(layout.totals)
         return y, layout.totals
@@ -71,6 +72,8 @@ class _DeviceExperts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: DeviceCall = ctx.call
         layout, saved, operands, values = saved_by(ctx)
+        if call.gathered:
+            operands = tuple(call.operands(True).values())
         memory, sizes, names = call.memory, call.sizes, call.programs
         layout = Layout(**dict(zip(LAYOUT, layout, strict=True)), capacity=sizes.rows)
         with memory.uninterrupted():
@@ -114,7 +117,7 @@ def takes(request: Request, found: LocalExperts, device: torch.device) -> bool:
     form = experts.call.options.form
     grads = [t is not None and t.requires_grad for t in (x, *weights)]
     kinds = {w.dtype for w in weights if w is not None}
-    quantized = {_whole(cached) for cached in _cached(experts)}
+    quantized = {_whole(cached) for cached in _cached(found)}
     return (
         runs_on(device)
         and form.name == "fold"
@@ -149,15 +152,21 @@ def _takes_mm(request: Request, found: LocalExperts) -> bool:
     return w is not None and request.probs is None and takes_mm(request.ranks.degree, *w.shape)
 
 
-def _whole(cached: Cached) -> bool | None:
-    """Whether cached weights have both operands folded; None without."""
+def _whole(cached: Cached | GatheredBytes) -> bool | None:
+    """Whether cached weights have both operands folded, or gathered ones the forward's; None without."""
     if cached is None:
         return None
+    if isinstance(cached, GatheredBytes):
+        return isinstance(cached.along_k, Folded)
     return isinstance(cached.along_k, Folded) and isinstance(cached.along_n, Folded)
 
 
-def _cached(experts: FFNExperts | MMExperts) -> tuple[Cached, ...]:
-    return experts.cached if isinstance(experts, FFNExperts) else (experts.cached,)
+def _cached(found: LocalExperts) -> tuple[Cached | GatheredBytes, ...]:
+    """Of each weight."""
+    experts, (weights, _) = found.experts, _weights_and_biases(found.parameters)
+    cached = experts.cached if isinstance(experts, FFNExperts) else (experts.cached,)
+    pairs = zip(weights, cached, strict=True)
+    return tuple(w.gathered if isinstance(w, GatheredWeights) else of for w, of in pairs)
 
 
 def _weights_and_biases(parameters: Sequence[Tensor | None]) -> tuple[Sequence[Tensor | None], Sequence[Tensor | None]]:
@@ -179,7 +188,7 @@ def call_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacit
         memory.rank, memory.ranks, groups, capacity, dim, hidden, top_k, dtype_name(w.dtype), int(recipe.rounding),
         numbers,
     )  # fmt: skip
-    tokens, cached = request.x.shape[0], _cached(experts)
+    tokens, cached = request.x.shape[0], _cached(found)
     return DeviceCall(memory, programs, tokens, inverse, sizes, found.width, recipe.alignment, cached, kept)
 
 

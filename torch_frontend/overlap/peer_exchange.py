@@ -19,6 +19,7 @@ from ..exchange.all_to_all import TokenReplicas
 from ..ops import direct as ops
 from ..ops.device import arch_of
 from ..ops.mx_tensor import MXTensor
+from ..products.gathered_weights import GatheredWeights
 from .rows import PROB, Part, Rows
 
 if TYPE_CHECKING:
@@ -136,7 +137,9 @@ class PeerExchange:
         if isinstance(value, tuple):
             items = map(self.clone_if_in_buffer, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        return value.clone() if isinstance(value, Tensor) and self.memory.holds(value) else value
+        if not isinstance(value, Tensor) or isinstance(value, GatheredWeights):
+            return value
+        return value.clone() if self.memory.holds(value) else value
 
 
 def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:

@@ -29,6 +29,7 @@ from ..ops.launch import check_devices
 from ..ops.mx_tensor import MXTensor
 from ..ops.private import has_version, owner_of, version_of
 from .forms.form import Format, FormatType, WeightOperands
+from .gathered_weights import GatheredWeights
 
 FORMS: dict[Form, FormatType] = {
     name: import_module(f".forms.{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
@@ -223,6 +224,8 @@ def is_transpose(w: Tensor) -> bool:
 
 def quantize_for_call(w: Tensor, cached: Cached, form: Format, both: bool) -> WeightOperands:
     """The operands of w. The second is None unless w is cached or `both` is set and the form quantizes."""
+    if isinstance(w, GatheredWeights):
+        return WeightOperands(w.gathered.along_k)  # the bytes along N are gathered for the backward, and not saved
     if cached is not None and cached.along_k is not None:
         return cached
     transposed = is_transpose(w)
@@ -236,6 +239,8 @@ def quantize_for_call(w: Tensor, cached: Cached, form: Format, both: bool) -> We
 
 def along_n(w: Any, form: Format) -> Any:
     """The operand along N of a backward: itself, or of weights (G, N, K)."""
+    if isinstance(w, GatheredWeights):
+        return w.gathered.along_n
     if not isinstance(w, Tensor):
         return w
     return form.along_k(w.mT) if is_transpose(w) else form.along_n(w)

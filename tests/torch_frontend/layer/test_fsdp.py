@@ -1,4 +1,5 @@
-"""FSDP2 with expert parallelism over gloo, on four processes; the checks are in fsdp_ranks.py."""
+"""FSDP2 with expert parallelism over gloo; the checks are in fsdp_ranks.py and, of quantized_gather, in
+fsdp_gather_ranks.py."""
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ from mxep.torch_frontend import clip_grad_norm_
 from torch import nn
 
 from ...ranks.fixture import Ranks, StartRanks
-from . import fsdp_ranks
+from . import fsdp_gather_ranks, fsdp_ranks
 
 RANKS = 4
 
@@ -19,6 +20,26 @@ def ranks(start_ranks: StartRanks) -> Ranks:
 @pytest.mark.parametrize("check", fsdp_ranks.checks(RANKS))
 def test_over_gloo(ranks: Ranks, check: str) -> None:
     ranks.run(check)
+
+
+@pytest.fixture(scope="module")
+def two(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(fsdp_gather_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def four(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(fsdp_gather_ranks, 4)
+
+
+@pytest.mark.parametrize("check", fsdp_gather_ranks.checks(2))
+def test_two_ranks_gather_bytes(two: Ranks, check: str) -> None:
+    two.run(check)
+
+
+@pytest.mark.parametrize("check", fsdp_gather_ranks.checks(4))
+def test_four_ranks_gather_bytes(four: Ranks, check: str) -> None:
+    four.run(check)
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])

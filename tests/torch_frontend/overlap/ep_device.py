@@ -3,12 +3,16 @@ GPUs by tests/gpu/exchange/ranks.py."""
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import PeerMemory, TokenReplicas, quantize_weights, sort_by_expert
 from mxep.torch_frontend.overlap import device_exchange, expert_parallel
 from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_ffn
+from mxep.torch_frontend.products.forms.form import WeightOperands
+from mxep.torch_frontend.products.gathered_weights import GatheredBytes, gathered_weights
+from mxep.torch_frontend.products.weights import format_of
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
@@ -42,9 +46,24 @@ def routed(seed: int, rank: int, ranks: int, most: int) -> tuple[Tensor, Tensor]
     return x.bfloat16(), experts.to(torch.int32)
 
 
+def as_bytes(w: Tensor) -> Any:
+    """What FSDP2 gathers of a weight."""
+    of = GatheredBytes()
+    of.operands = format_of(RECIPE, w.device).weights(w.detach())
+    return gathered_weights(w.shape, w.dtype, w.device, of).requires_grad_(w.requires_grad)
+
+
+def gather_for_backward(of: GatheredBytes) -> None:
+    """The bytes along N in other memory, and no others."""
+    old = of.operands
+    of.operands = WeightOperands(None, old.along_n._make(part.clone() for part in old.along_n))
+    for part in (*old.along_k, *old.along_n):
+        part.fill_(255)
+
+
 def results(
     memory: PeerMemory, over: PeerMemory | None, seed: int, most: int, *, held: bool = False, plain: bool = False,
-    again: bool = False, frozen: bool = False,
+    again: bool = False, frozen: bool = False, gathered: bool = False,
 ) -> list[Tensor | None]:  # fmt: skip
     """y and all gradients of two layers back to back, the second one without probabilities if `plain`."""
     group, device = memory.group, device_of(memory.group)
@@ -57,6 +76,8 @@ def results(
     for i in range(2):
         ws = leaves(seed + i, group, (LOCAL, f, D), (LOCAL, f, D), (LOCAL, D, f))
         layers.append([w.detach().mul(0.1).bfloat16().requires_grad_(not frozen) for w in ws])
+    if gathered and over is not None:
+        layers = [list(map(as_bytes, ws)) for ws in layers]
 
     def layer(x: Tensor, i: int) -> Tensor:
         weights = [quantize_weights(w, RECIPE) for w in layers[i]] if held else layers[i]
@@ -67,6 +88,9 @@ def results(
     with torch.no_grad():
         unused = layer(leaf, 0)  # between a forward and its backward
     y = layer(h, 1)
+    if gathered and over is not None:
+        for w in (w for ws in layers for w in ws):
+            gather_for_backward(w.gathered)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed + rank)).bfloat16().to(device))
     return [y, unused, leaf.grad, probs.grad, *(w.grad for ws in layers for w in ws)]
 
@@ -87,6 +111,7 @@ def same(memory: PeerMemory, *seeds: int, most: int = MOST_TOKENS, driven: int =
 def mixed(memory: PeerMemory) -> None:
     """The layers with gradients are not driven by the device, the one without is, over the same memory."""
     same(memory, 5, 6, frozen=True, driven=1)
+    same(memory, 5, frozen=True, gathered=True, driven=1)
 
 
 def overflow(small: PeerMemory) -> None:
@@ -187,6 +212,7 @@ def checks(
         "routings": lambda: same(memory(), 0, 1, 2, 3, 4, 5, 7),
         "no room to spare": lambda: same(opened(None), 5),
         "cached weights": lambda: same(memory(), 5, held=True),
+        "gathered bytes": lambda: same(memory(), 5, gathered=True),
         "no probabilities": lambda: same(memory(), 6, plain=True),
         "recomputed": lambda: same(memory(), 6, again=True, driven=4),
         "frozen weights": lambda: mixed(mix()),
