@@ -35,7 +35,7 @@ from .exchange.dispatch import dispatch, dispatch_probs
 from .exchange.rows import gather_rows, weighted_combine
 from .layer import moe
 from .layer.linear import sharded_dense
-from .layer.moe import MoEStats
+from .layer.moe_layer import MoEStats
 from .layer.moe_params import MoEConfig
 from .layer.numerics import numerics_report
 from .ops.capabilities import capabilities, export_checks

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ..layer import moe
-from ..layer.moe import MoEStats
+from ..layer.moe_layer import MoEStats
 from ..layer.moe_params import MoEConfig, Params
 from ..ops.mesh import AnyMesh, Axes
 

@@ -19,6 +19,7 @@ from ..products.forms.mx import MXForm
 from ..products.weights import QuantizedWeights
 from ..routing.weighted_combine import weigh_slots
 from . import moe
+from .moe_layer import route_tokens
 from .moe_params import check_params
 
 OP = "numerics_report"
@@ -68,7 +69,7 @@ def numerics_report(
     x_TD = jnp.asarray(x).reshape(-1, config.dim)
     dout = jax.random.normal(jax.random.key(0), x.shape, x.dtype) if dout is None else jnp.asarray(dout)
 
-    _, (experts_TK, probs_TK, _) = moe._route(params, x_TD, router)
+    _, (experts_TK, probs_TK, _) = route_tokens(params, x_TD, router)
     order, _, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
     maps = ops.row_map(
         counts, num_rows=order.shape[0], num_local_experts=config.num_experts, alignment=recipe.alignment

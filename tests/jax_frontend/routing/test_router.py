@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
 from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, route, update_selection_bias
+from mxep.jax_frontend.layer.moe_layer import route_tokens
 from mxep.jax_frontend.routing.router import tokens_and_logits
 
 from ... import routed_layers
@@ -131,7 +132,7 @@ def test_experts_chosen_outside() -> None:
     params["router_bias"] = jnp.arange(EXPERTS, dtype=jnp.float32) / 4
     x = normal(5, 8, DIM, dtype="float32")
     want, stats = moe.apply(params, x, config(router_bias=True))
-    _, own = moe._route(params, x.reshape(-1, DIM), config().router)
+    _, own = route_tokens(params, x.reshape(-1, DIM), config().router)
     experts, weights = (a.reshape(5, 8, TOP_K) for a in (own.experts, own.weights))
 
     def outside(weights):
