@@ -259,7 +259,7 @@ ONLY_JAX: dict[str, set[str]] = {
     "products": {"gathers", "ragged_dot"},
     "routing": {"overflow"},
     "exchange": {"device_exchange", "local", "peer_exchange", "peer_memory", "rows"},
-    "layer": {"moe_params", "shared_gate"},
+    "layer": {"moe_layer", "moe_params", "shared_gate"},
     "integrations": {"nnx", "nnx_linear"},
 }
 """Tensor subclasses, modules, process groups and torchao's signatures in torch; arrays, meshes, parameters as trees,
