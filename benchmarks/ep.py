@@ -6,7 +6,8 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
 
     bytes of every run over a transport = bytes of the run without one; SQNR of result and gradients against bf16
     rounds: bf16 | bf16 wire | no transport | deduplicated | peer memory    median of the slowest rank
-    peer memory: also with the forward, and with the step, in a CUDA graph
+    peer memory: one round, also with the forward, and with the step, in a CUDA graph
+    peer memory, in rounds: the default, as many rounds as a routing needs
 """
 
 import gc
@@ -22,7 +23,7 @@ from mxep.torch_frontend.overlap.peer_memory import PeerMemory
 
 from .cases.chosen_experts import ROUTINGS
 from .cases.ep import ep_layer, expert_parallel
-from .cases.ep.ep_work import IN_TURN, ONCE, PEER, SUMMED, Work, check, held_nbytes
+from .cases.ep.ep_work import IN_ROUNDS, IN_TURN, ONCE, PEER, SUMMED, Work, check, held_nbytes
 from .cases.ep.expert_parallel import EPShape
 from .cases.shapes import MoELayer
 from .clocks import ranks
@@ -33,7 +34,8 @@ from .figures.results import Line
 KINDS = {"product": expert_parallel, "layer": ep_layer}
 RECIPES = ("mxfp8", "mxfp8_wgrad_with_hp")
 OVER_PEERS, IN_A_GRAPH = "peer memory", "peer memory, in a graph"
-OVER = (OVER_PEERS, ONCE, SUMMED)
+PEERS = (OVER_PEERS, IN_ROUNDS)
+OVER = (*PEERS, ONCE, SUMMED)
 Shape = EPShape | MoELayer
 
 
@@ -46,7 +48,7 @@ NAMES = (*KINDS, *RECIPES, *OVER,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
 ROUNDS = 10
 SLACK = 1.25
-"""Capacity of peer memory, relative to the rows of balanced ranks; with another routing it is all rows."""
+"""Capacity of peer memory, relative to the rows of balanced ranks; in one round with another routing it is all rows."""
 TIMEOUT = timedelta(seconds=90)
 BOTH = "both"
 
@@ -59,7 +61,7 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
     """
     device = _device()
     _join(device)
-    ways = tuple(name for name in OVER if device.type == "cuda" or name != OVER_PEERS)
+    ways = tuple(name for name in OVER if device.type == "cuda" or name not in PEERS)
     sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
     known = (*KINDS, *RECIPES, *ways, *sizes)
     if unknown := set(only) - set(known):
@@ -74,7 +76,7 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
         fail(ValueError, "ep", "only", ", ".join(only), "allowed: sizes of the kinds that are named; the layer has two")
     for kind, shape, recipe in runs:
         # New memory: it grows with the largest run.
-        opened = {OVER_PEERS: _open(routing)} if OVER_PEERS in over else {}
+        opened = {name: _open(name, routing) for name in PEERS if name in over}
         work = kind.work(shape, routing, recipe, opened, device)
         left_out = {ONCE, SUMMED} - set(over)
         work = work._replace(forwards={name: f for name, f in work.forwards.items() if name not in left_out})
@@ -106,9 +108,10 @@ def _join(device: torch.device) -> None:
         dist.init_process_group("gloo", timeout=TIMEOUT)
 
 
-def _open(routing: str) -> PeerMemory:
-    factor = SLACK if routing == "balanced" else None
-    return PeerMemory(dist.group.WORLD, capacity_factor=factor, timeout=TIMEOUT)
+def _open(name: str, routing: str) -> PeerMemory:
+    rounds = name == IN_ROUNDS
+    factor = SLACK if rounds or routing == "balanced" else None
+    return PeerMemory(dist.group.WORLD, capacity_factor=factor, rounds=rounds, timeout=TIMEOUT)
 
 
 def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:

@@ -51,11 +51,12 @@ def share_counts_kernel(counts, table, rank, COUNTS_AT, E: tl.constexpr, BLOCK_E
 @triton.jit(do_not_specialize=["rank", "ROWS", "CAPACITY"])
 def lay_out_kernel(
     counts, rank, ROWS, CAPACITY, positions, group_ends, filled_ends, totals, overflow,
-    E: tl.constexpr, L: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    E: tl.constexpr, L: tl.constexpr, RANKS: tl.constexpr, ALIGNMENT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program e places this rank's rows for expert e. counts: (RANKS, E). overflow: (RANKS, 2), the most rows beyond
-    the capacity of a rank, and the rows of its groups then."""
+    the capacity of a rank, and the rows of its groups then. WHOLE: the rows beyond are for a next round, as in
+    core_kernels/policy/rounds.py, and no overflow."""
     expert = tl.program_id(0)
     owner, local = expert // L, expert % L
     i, e = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_E)
@@ -67,13 +68,20 @@ def lay_out_kernel(
     groups = tl.maximum(tl.cdiv(filled, ALIGNMENT), 1) * ALIGNMENT
     start = tl.sum(tl.where(i < local, groups, 0), 0)
     end = start + tl.sum(tl.where(i == local, groups, 0), 0)
+    limit = CAPACITY
+    if WHOLE:
+        ends = tl.cumsum(tl.where(i < L, groups, 0), 0)
+        first = tl.min(tl.where((ends > CAPACITY) & (i < L), i, L), 0)
+        size = tl.sum(tl.where(i == first, groups, 0), 0)
+        starts = tl.sum(tl.where(i < first, groups, 0), 0)
+        limit = tl.where((first < L) & (first * ALIGNMENT + size <= CAPACITY), starts, CAPACITY)
     total = tl.sum(tl.where(i == local, filled, 0), 0)
     target = start + tl.sum(tl.where(i == local, before, 0), 0)
     tl.store(totals + expert, total)
     if owner == rank:
-        tl.store(group_ends + local, tl.minimum(end, CAPACITY))
-        tl.store(filled_ends + local, tl.minimum(start + total, CAPACITY))
-    if local == L - 1:
+        tl.store(group_ends + local, tl.minimum(end, limit))
+        tl.store(filled_ends + local, tl.minimum(start + total, limit))
+    if not WHOLE and local == L - 1:
         beyond = end - CAPACITY
         worst = beyond > tl.maximum(tl.load(overflow + owner * 2), 0)
         tl.store(overflow + owner * 2, beyond, mask=worst)
@@ -86,7 +94,7 @@ def lay_out_kernel(
     for m in range(0, count, BLOCK_M):
         j = m + tl.arange(0, BLOCK_M)
         row = target + j
-        fits = (row >= 0) & (row < CAPACITY)
+        fits = (row >= 0) & (row < limit)
         position = tl.where(fits, high | row.to(tl.int64), -1)
         tl.store(positions + source + j, position, mask=(j < count) & (source + j < ROWS))
     # Rows beyond the counts have no position.

@@ -50,10 +50,11 @@ def share_counts(experts: int) -> dict[str, int]:
     return {"E": experts, "BLOCK_E": next_power_of_2(experts)}
 
 
-def lay_out(experts: int, ranks: int, alignment: int) -> dict[str, int]:
+def lay_out(experts: int, ranks: int, alignment: int, whole: bool = False) -> dict[str, int]:
+    """whole: of a round (core_kernels/policy/rounds.py)."""
     local = experts // ranks
     blocks = {"BLOCK_E": next_power_of_2(experts), "BLOCK_L": next_power_of_2(local), "BLOCK_M": 1024}
-    return {"E": experts, "L": local, "RANKS": ranks, "ALIGNMENT": alignment, **blocks}
+    return {"E": experts, "L": local, "RANKS": ranks, "ALIGNMENT": alignment, "WHOLE": whole, **blocks}
 
 
 def push(values: int, scales: int, scale_size: int, top_k: int, replicas: bool, weighted: bool) -> dict[str, int]:

@@ -85,7 +85,7 @@ class Program(NamedTuple):
 class Memory(NamedTuple):
     """The offsets of a rank's arrays in mapped memory, and its end: packed rows (T, K + K/32), the order (T k,) int32
     of rows by expert and -1 behind them, weights (T k,) fp32 in this order, slots (T k, D) bf16 and numbers (T k,) fp32
-    of slots."""
+    of slots. count: slots of a rank."""
 
     rows: int
     order: int
@@ -93,6 +93,7 @@ class Memory(NamedTuple):
     slots: int
     numbers: int
     end: int
+    count: int
 
     @classmethod
     def of(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
@@ -100,7 +101,7 @@ class Memory(NamedTuple):
         at = [start]
         for nbytes in (slots // top_k * packed_width(dim), 4 * slots, 4 * slots, 2 * slots * dim, 4 * slots):
             at.append(at[-1] + -(-nbytes // ALIGNMENT) * ALIGNMENT)
-        return cls(*at)
+        return cls(*at, count=slots)
 
 
 class Sizes(NamedTuple):
@@ -313,7 +314,7 @@ def _find_home(to: _Writer, sizes: Sizes, memory: Memory, given: bool) -> None:
             to.give(name, array.shape, array.dtype)
     else:
         to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
-        attrs = sizes.rank, memory.order, memory.weights, m
+        attrs = sizes.rank, memory.order, memory.weights, memory.count
         to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
 
 

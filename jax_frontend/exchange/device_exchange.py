@@ -40,7 +40,7 @@ from .peer_memory import TARGETS, _check_processes, _place, all_ranks
 
 HOPPER = "sm_90"
 KEPT = "x_q", "x_sf", "gate", "up"
-NOWHERE = Memory(0, 0, 0, 0, 0, 0)
+NOWHERE = Memory(0, 0, 0, 0, 0, 0, 0)
 """Rows, slots and numbers are arrays of their own, from their first byte on."""
 GRADIENTS = "dw1", "dw3", "dw2"
 

@@ -71,8 +71,8 @@ class ExpertParallel(ParallelStyle):
             see how it reads its weights.
         transport: None: dispatch, experts and combine one after the other, as `torch.compile` needs them for a whole
             graph. A `PeerMemory` of the mesh's group, of GPUs of one host: kernels read and write rows of the other
-            GPUs during the products, and the host reads no size. The bytes are the same. A MoE and its experts take a
-            transport.
+            GPUs during the products. The bytes are the same, but for weight gradients of an expert that it splits over
+            rounds. A MoE and its experts take a transport.
         deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
             `dispatch`. With a transport, and where a row is one replica (prob_in="input"), None alone.
 

@@ -4,6 +4,7 @@ part of the mapped memory, which kernels of other ranks read and write."""
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,7 @@ from ... import cpp_bindings
 from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import packed_width
 from ...core_kernels.launch import ArrayType
+from ...core_kernels.oracle_math import Array
 from ...core_kernels.peer import plan, schedule
 from ...core_kernels.peer.programs.mm import SAVED_MM, write_mm_backward, write_mm_forward
 from ...core_kernels.peer.schedule import Memory, Program, Sizes
@@ -18,9 +20,10 @@ from ...core_kernels.registry import OPS
 from ..ops.call import call_out
 from ..ops.device import arch_of
 from ..ops.private import exchange
-from ..products.gathered_weights import GatheredBytes
+from ..products.gathered_weights import CopiedBytes, GatheredBytes
 from ..products.weights import Cached
 from .peer_exchange import Layout
+from .rounds import Later, list_later
 
 if TYPE_CHECKING:
     from .peer_memory import PeerMemory
@@ -80,7 +83,8 @@ def _torch_type(array: ArrayType) -> tuple[tuple[int, ...], torch.dtype]:
 
 class DeviceCall(NamedTuple):
     """What the forward and the backward of a call need. inverse: of TokenReplicas; None for rows. width: of the result.
-    kept: operands along N live until the backward. Not the rows: they would live as long as the graph of the result."""
+    kept: operands along N live until the backward. Not the rows: they would live as long as the graph of the result.
+    room: the most slots that a rank may have, the same on all ranks."""
 
     memory: "PeerMemory"
     programs: Programs
@@ -91,12 +95,13 @@ class DeviceCall(NamedTuple):
     alignment: int
     cached: tuple[Cached | GatheredBytes, ...]
     kept: bool
+    room: int
 
     def prepared(self, quantize: bool, results: Sequence[str] | None) -> tuple[Prepared, Memory]:
         """The program of the forward with these results, or of the backward, and the memory that it knows."""
         memory, sizes = self.memory, self.sizes
         assert memory.buffer is not None
-        places = Memory.of(memory.buffer.starts[1], sizes.rows, sizes.top_k, max(sizes.dim, self.width))
+        places = Memory.of(memory.buffer.starts[1], self.room, sizes.top_k, max(sizes.dim, self.width))
         key = results, quantize, sizes, places, self.programs.weights
         if key not in memory.programs:
             if results is None:
@@ -106,25 +111,44 @@ class DeviceCall(NamedTuple):
             memory.programs[key] = Prepared.of(program, memory.device)
         return memory.programs[key], places
 
+    def enlarged(self, counts: Array) -> "DeviceCall | None":
+        """The call with more memory, or None if the call has enough. counts: of all ranks, ~counts of a rank whose rows
+        had no slots. A collective if one of them needs more."""
+        sizes, groups = self.sizes, self.sizes.groups
+        rows = np.where(counts < 0, ~counts, counts).sum(1).tolist()
+        self.memory.note_rows(rows, max(rows) * min(sizes.top_k, groups) // sizes.top_k)
+        capacity, room = self.memory.capacity(groups, self.alignment)
+        if (capacity, room) == (sizes.rows, self.room):
+            return None
+        widest = max(sizes.dim, self.width)
+        self.memory.allocate(groups * sizes.ranks, [Memory.of(0, room, sizes.top_k, widest).end, 0])
+        return self._replace(sizes=sizes._replace(rows=capacity), room=room)
+
     def write_rows(self, x: Tensor, places: Memory) -> None:
         """Packed MXFP8 rows to this rank's memory."""
         t, width = x.shape[0], packed_width(x.shape[1])
         packed = self._own(places.rows, (t, width), torch.uint8)
         call_out((packed,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.sizes.rounding)
 
-    def write_order(self, order: Tensor | None, probs: Tensor | None, places: Memory) -> None:
-        """order: None for rows, which are in order. Counts of more rows than the order has find no slot behind it."""
-        own, rest = self._own(places.order, (self.sizes.rows,), torch.int32).tensor_split([self.slots])
+    def write_order(
+        self, order: Tensor | None, probs: Tensor | None, places: Memory, rows: Tensor | None = None
+    ) -> None:
+        """order: None for rows, which are in order. rows: indices of some rows; None is all. Counts of more rows than
+        the order has find no slot behind it."""
+        n = self.slots if rows is None else rows.shape[0]
+        own, rest = self._own(places.order, (self.room,), torch.int32).tensor_split([n])
         rest.fill_(-1)
-        if order is None:
-            torch.arange(self.slots, out=own)
+        if order is None and rows is None:
+            torch.arange(n, out=own)
         else:
-            own.copy_(order)
-        weights = self._own(places.weights, (self.slots,), torch.float32)
+            chosen = order if rows is None else rows if order is None else order[rows]
+            assert chosen is not None
+            own.copy_(chosen)
+        weights = self._own(places.weights, (n,), torch.float32)
         if order is None or probs is None:
             weights.fill_(1.0)
         else:
-            torch.index_select(probs.reshape(-1), 0, order, out=weights)
+            torch.index_select(probs.reshape(-1), 0, own, out=weights)
 
     def sums(self, layout: Layout, places: Memory, width: int, dtype: torch.dtype) -> Tensor:
         """(T, width): the sum of each token's slots, or the row, without a row that exceeded a capacity."""
@@ -166,6 +190,21 @@ class DeviceCall(NamedTuple):
         addresses = dict.fromkeys(schedule.ADDRESSES, buffer.addresses.view(torch.int32).view(-1, 2))
         no_numbers = torch.empty(0, dtype=torch.float32, device=self.memory.device)
         return {"group_ends": layout.group_ends, "no_numbers": no_numbers, **addresses}
+
+    def given_forward(self, layout: Layout, counts: Tensor, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+        values = dict(zip(self.programs.weights, weights, strict=True))
+        return {"counts": counts, **self.given(layout), **values, **self.operands(False)}
+
+    def copied(self) -> "DeviceCall":
+        """The call for a backward that runs the forward again."""
+        return self._replace(cached=tuple(CopiedBytes(w) if isinstance(w, GatheredBytes) else w for w in self.cached))
+
+    def later(self, counts: Array | None) -> list[Later]:
+        """The rounds after the first one. counts: of all ranks; None if there can be one round alone."""
+        if counts is None:
+            return []
+        memory = self.memory
+        return list_later(counts, memory.rank, self.slots, self.sizes.rows, self.alignment, memory.device)
 
     def operands(self, transposed: bool) -> dict[str, Tensor]:
         """Of cached or gathered weights, by name; nothing without them."""

@@ -4,9 +4,12 @@
     backward   packed gradients            --> own memory | MEET               | CudaProgram | MEET | sums of slots
 
 core_kernels/peer/schedule.py draws the programs of a feed-forward, programs/mm.py the programs of one product. The
-experts' ranks pull rows out of the tokens' ranks, and push results into the slot [token][k] of the token's rank. The
-host reads no size; one call launches all steps between two meetings. The result and all gradients have the bytes of
-`dispatch`, experts and `combine` without overlap.
+experts' ranks pull rows out of the tokens' ranks, and push results into the slot [token][k] of the token's rank. One
+call launches all steps between two meetings, and the host reads no size before. The result and all gradients have the
+bytes of `dispatch`, experts and `combine` without overlap.
+
+A call of several rounds (rounds.py) repeats from the MEET on with another order, and sums the slots once. Its backward
+repeats the forward of the later rounds.
 """
 
 from collections.abc import Sequence
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ... import cpp_bindings
+from ...core_kernels.oracle_math import Array
 from ...core_kernels.peer import schedule
 from ...core_kernels.peer.programs.mm import takes_mm
 from ...core_kernels.peer.schedule import Sizes
@@ -31,7 +35,8 @@ from ..products.gathered_weights import GatheredBytes, GatheredWeights
 from ..products.weights import Cached, is_transpose, outlives_forward
 from .device_call import FFN, MM, DeviceCall
 from .local_experts import FFNExperts, LocalExperts, MMExperts
-from .peer_exchange import Layout, lay_out
+from .peer_exchange import Layout, lay_out, share_counts
+from .rounds import Later, start_reading
 
 if TYPE_CHECKING:
     from .peer_memory import PeerMemory
@@ -46,50 +51,104 @@ class _DeviceExperts(torch.autograd.Function):
         ctx: Any, x: Tensor, probs: Tensor | None, call: DeviceCall, order: Tensor | None, counts: Tensor,
         *weights: Tensor,
     ) -> Any:  # fmt: skip
-        memory, sizes, names = call.memory, call.sizes, call.programs
+        memory, names = call.memory, call.programs
         quantize = call.cached[0] is None
+        results = () if not any(ctx.needs_input_grad) else names.saved
+        results += names.along_n if results and quantize and call.kept else ()
         with memory.uninterrupted():
-            results = () if not any(ctx.needs_input_grad) else names.saved
-            results += names.along_n if results and quantize and call.kept else ()
-            program, places = call.prepared(quantize, results)
-            call.write_rows(x, places)
-            call.write_order(order, probs, places)
-            layout = lay_out(memory, counts, call.slots, sizes.rows, call.alignment)
-            given = {"counts": memory.counts(sizes.groups * sizes.ranks), **call.given(layout)}
-            given |= dict(zip(names.weights, weights, strict=True)) | call.operands(False)
-            found = program(memory, given)
+            call, layout, found, of_all = _first_round(call, x, probs, order, counts, weights, results)
+            later = call.later(of_all)
+            for of_round in later:
+                _later_round(call, of_round, None, probs, order, weights, ())
+            if later:
+                layout.positions.zero_()[later[0].total :] = -1  # all rows of the counts have slots now
             memory.barrier()
-            y = call.sums(layout, places, call.width, torch.bfloat16)
+            y = call.sums(layout, call.prepared(quantize, results)[1], call.width, torch.bfloat16)
         if results:
             saved, cached = found[: len(names.saved)], () if call.gathered else tuple(call.operands(True).values())
             operands = found[len(saved) :] or cached or None
-            save(ctx, (_tensors_of(layout), saved, operands, None if operands or call.gathered else weights))
-            ctx.call, ctx.probs, ctx.dtype = call, probs is not None and ctx.needs_input_grad[1], x.dtype
+            values = weights if later or not (operands or call.gathered) else None
+            save(ctx, (_tensors_of(layout), saved, operands, values, (x, probs, order) if later else None))
+            ctx.call, ctx.of_all, ctx.dtype = call.copied() if later else call, of_all if later else None, x.dtype
+            ctx.probs = probs is not None and ctx.needs_input_grad[1]
         ctx.mark_non_differentiable(layout.totals)
         return y, layout.totals
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: DeviceCall = ctx.call
-        layout, saved, operands, values = saved_by(ctx)
+        layout, saved, operands, values, inputs = saved_by(ctx)
         if call.gathered:
             operands = tuple(call.operands(True).values())
         memory, sizes, names = call.memory, call.sizes, call.programs
         layout = Layout(**dict(zip(LAYOUT, layout, strict=True)), capacity=sizes.rows)
+        of_weights = dict(zip(names.along_n, operands, strict=True)) if operands else {}
+        of_weights |= dict(zip(names.weights, values, strict=True)) if values else {}
         with memory.uninterrupted():
             program, places = call.prepared(operands is None, None)
             call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
             memory.barrier()
-            given = dict(zip(names.saved, saved, strict=True)) | call.given(layout)
-            given |= dict(zip(names.along_n, operands, strict=True)) if operands else {}
-            given |= dict(zip(names.weights, values, strict=True)) if values else {}
-            del saved, operands, values
+            given = dict(zip(names.saved, saved, strict=True)) | call.given(layout) | of_weights
+            del saved
             found = program(memory, given)
             del given
+            for of_round in call.later(ctx.of_all):
+                x, probs, order = inputs
+                again, saved = _later_round(call, of_round, x, probs, order, values, names.saved)
+                memory.barrier()
+                call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
+                memory.barrier()
+                given = dict(zip(names.saved, saved, strict=True)) | call.given(again) | of_weights
+                del saved
+                of_round.add(found, program(memory, given))
+                del given
+            del operands, values, of_weights
             memory.barrier()
             dx = call.sums(layout, places, sizes.dim, ctx.dtype)
             dprobs = call.numbers(layout, places) if ctx.probs else None
         return dx, dprobs, None, None, None, *found
+
+
+def _first_round(
+    call: DeviceCall, x: Tensor, probs: Tensor | None, order: Tensor | None, counts: Tensor,
+    weights: Sequence[Tensor], results: tuple[str, ...],
+) -> tuple[DeviceCall, Layout, tuple[Tensor, ...], Array | None]:  # fmt: skip
+    """The call with its memory, the layout of its rows, the results of its program, and the counts of all ranks if
+    there may be later rounds. The host reads the counts when it has launched the program."""
+    while True:
+        memory, fits = call.memory, call.slots <= call.room
+        program, places = call.prepared(call.cached[0] is None, results)
+        if fits:
+            call.write_rows(x, places)
+            call.write_order(order, probs, places)
+        # Negative counts are of no row: all ranks enlarge their memory, and begin again.
+        table = share_counts(memory, counts if fits else ~counts)
+        layout = lay_out(memory, table, call.slots, call.sizes.rows, call.alignment)
+        read = start_reading(table) if memory.rounds else None
+        found = program(memory, call.given_forward(layout, table, weights))
+        if read is None:
+            return call, layout, found, None
+        of_all = read()
+        enlarged = call.enlarged(of_all)
+        if enlarged is None:
+            return call, layout, found, of_all
+        call = enlarged
+
+
+def _later_round(
+    call: DeviceCall, of_round: Later, x: Tensor | None, probs: Tensor | None, order: Tensor | None,
+    weights: Sequence[Tensor], results: tuple[str, ...],
+) -> tuple[Layout, tuple[Tensor, ...]]:  # fmt: skip
+    """The layout of its rows, and the results of the program of the forward. x: None if this rank's memory has it."""
+    memory = call.memory
+    program, places = call.prepared(call.cached[0] is None, results)
+    memory.barrier()  # no rank reads rows and order of the round before any more
+    if x is not None:
+        call.write_rows(x, places)
+    call.write_order(order, probs, places, of_round.rows)
+    memory.barrier()
+    layout = lay_out(memory, of_round.counts, len(of_round.rows), call.sizes.rows, call.alignment)
+    return layout, program(memory, call.given_forward(layout, of_round.counts, weights))
 
 
 def _tensors_of(layout: Layout) -> tuple[Tensor, ...]:
@@ -174,8 +233,8 @@ def _weights_and_biases(parameters: Sequence[Tensor | None]) -> tuple[Sequence[T
     return parameters[:half], parameters[half:]
 
 
-def call_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacity: int) -> DeviceCall:
-    """capacity: rows of an operand."""
+def call_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacity: int, room: int) -> DeviceCall:
+    """capacity: rows of an operand. room: as of DeviceCall."""
     experts, w, rows, recipe = found.experts, found.parameters[0], request.rows, request.recipe
     assert w is not None
     groups, hidden, dim = w.shape  # of w1, or (G, N, K)
@@ -189,7 +248,7 @@ def call_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacit
         numbers,
     )  # fmt: skip
     tokens, cached = request.x.shape[0], _cached(found)
-    return DeviceCall(memory, programs, tokens, inverse, sizes, found.width, recipe.alignment, cached, kept)
+    return DeviceCall(memory, programs, tokens, inverse, sizes, found.width, recipe.alignment, cached, kept, room)
 
 
 def run(

@@ -8,6 +8,7 @@ peer_experts.py has the order of the steps.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ from ..ops import direct as ops
 from ..ops.device import arch_of
 from ..ops.mx_tensor import MXTensor
 from ..products.gathered_weights import GatheredWeights
+from ..routing.weighted_combine import sum_slots
+from .rounds import Later
 from .rows import PROB, Part, Rows
 
 if TYPE_CHECKING:
@@ -48,13 +51,24 @@ class _Maps(NamedTuple):
 
 
 class PeerExchange:
-    """Rows of one call. inverse, top_k: of TokenReplicas, or None and 1."""
+    """Rows of one call, or of a round. inverse, top_k: of TokenReplicas, or None and 1. later: the other rounds."""
 
-    def __init__(self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas) -> None:
-        self.memory, self.layout = memory, layout
+    def __init__(
+        self, memory: "PeerMemory", layout: Layout, rows: Tensor | TokenReplicas, later: Sequence[Later] = ()
+    ) -> None:
+        self.memory, self.layout, self.later = memory, layout, later
         self.inverse, self.top_k = None, 1
         if isinstance(rows, TokenReplicas):
             self.inverse, self.top_k = rows.inverse, rows.top_k
+
+    def round(self, of: Later, alignment: int) -> "PeerExchange":
+        """A later round: all rows of the call, of which the rows of other rounds have no position."""
+        layout = lay_out(self.memory, of.counts, len(of.rows), self.layout.capacity, alignment)
+        positions = torch.full_like(self.layout.positions, -1)
+        positions[of.rows] = layout.positions
+        found = copy(self)
+        found.layout = layout._replace(positions=positions)
+        return found
 
     def push(self, x: Tensor, rows: Rows, weights: Tensor | None) -> tuple[Tensor | MXTensor, Tensor | None]:
         """Write rows (T, K) to their offsets on all ranks, and weights (T, top_k) with the rows. Returns this rank's
@@ -93,20 +107,42 @@ class PeerExchange:
     def pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype) -> Tensor:
         """(T, width) of dtype `out`: the sum of each token's replicas, rows in the memory of their ranks, or the row.
         parts: of the rows, and further parts sent with the rows."""
-        memory, device, tokens, mx = self.memory, self.layout.positions.device, self.tokens, rows.rounding is not None
+        return self._pull(rows, parts, out, self.inverse is not None)
+
+    def pull_slots(self, rows: Rows, parts: Sequence[Part], found: Tensor | None) -> Tensor:
+        """(M, width), each row as its sum would read it. found: rows of the rounds before this one."""
+        new = self._pull(rows, parts, rows.dtype, False)
+        return new if found is None else torch.where(self._served()[:, None], new, found)
+
+    def sum_slots(self, rows: Tensor, out: torch.dtype) -> Tensor:
+        """As `pull`, of rows that are here."""
+        if self.inverse is None:
+            return rows.to(out)
+        return sum_slots(rows, self.inverse.view(-1, self.top_k), out)
+
+    def _served(self) -> Tensor:
+        """(M,) whether this round has the row."""
+        return self.layout.positions >= 0
+
+    def _pull(self, rows: Rows, parts: Sequence[Part], out: torch.dtype, replicas: bool) -> Tensor:
+        memory, device, mx = self.memory, self.layout.positions.device, rows.rounding is not None
+        tokens = self.tokens if replicas else self.layout.positions.shape[0]
         y = torch.empty((tokens, rows.width), dtype=out, device=device)
         starts = [*memory.starts("tokens", self.layout.capacity, parts), 0]
         hw_cast = device.type == "cuda" and facts(arch_of(device)).hw_cast
-        replicas, wide, maps = self.inverse is not None, rows.dtype == torch.float32, self._maps()
+        wide, maps = rows.dtype == torch.float32, self._maps()
         memory.launch(
             "pull", min(tokens, memory.width), maps.inverse, maps.positions, maps.addresses, tokens, starts[0],
             starts[1] if mx else 0, y,
-            **plan.pull(rows.width, self.top_k, replicas, mx, wide, hw_cast, drop=memory.on_overflow == "drop"),
+            **plan.pull(
+                rows.width, self.top_k if replicas else 1, replicas, mx, wide, hw_cast,
+                drop=memory.on_overflow == "drop",
+            ),
         )  # fmt: skip
         return y
 
-    def pull_weights(self, parts: Sequence[Part]) -> Tensor:
-        """(T, top_k) fp32, the last part of each replica's row."""
+    def pull_weights(self, parts: Sequence[Part], found: Tensor | None = None) -> Tensor:
+        """(T, top_k) fp32, the last part of each replica's row. found: numbers of the rounds before this one."""
         out = torch.empty((self.tokens, self.top_k), dtype=torch.float32, device=self.layout.positions.device)
         start = self.memory.starts("tokens", self.layout.capacity, parts)[-1]
         maps, slots = self._maps(), out.numel()
@@ -114,7 +150,7 @@ class PeerExchange:
             "pull_weights", -(-slots // 256), maps.inverse, maps.positions, maps.addresses, slots, start, out,
             **plan.pull_weights(drop=self.memory.on_overflow == "drop"),
         )  # fmt: skip
-        return out
+        return out if found is None else torch.where(self._served()[maps.inverse.long()].view_as(out), out, found)
 
     @property
     def tokens(self) -> int:
@@ -142,24 +178,29 @@ class PeerExchange:
         return value.clone() if self.memory.holds(value) else value
 
 
-def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
-    """Exchange the counts (E,) of all ranks and place the rows of this one; ends with the first barrier of a call."""
-    experts, device, buffer = counts.shape[0], counts.device, memory.buffer
+def share_counts(memory: "PeerMemory", counts: Tensor) -> Tensor:
+    """(ranks, E) int32, in memory that the next call writes: the counts (E,) of all ranks; ends with the first barrier
+    of a call."""
+    buffer, experts = memory.buffer, counts.shape[0]
     assert buffer is not None
-    counts = counts.to(torch.int32).contiguous()
     memory.launch(
-        "share_counts", memory.ranks, counts, buffer.addresses, memory.rank, buffer.starts[0],
+        "share_counts", memory.ranks, counts.to(torch.int32).contiguous(), buffer.addresses, memory.rank,
+        buffer.starts[0],
         **plan.share_counts(experts),
     )  # fmt: skip
     memory.barrier()
+    return memory.counts(experts)
+
+
+def lay_out(memory: "PeerMemory", counts: Tensor, rows: int, capacity: int, alignment: int) -> Layout:
+    """Place the rows of this rank. counts: (ranks, E) int32."""
+    experts, device = counts.shape[1], counts.device
     groups = experts // memory.ranks
     ends, filled, totals = (torch.empty(n, dtype=torch.int32, device=device) for n in (groups, groups, experts))
     positions = torch.empty(rows, dtype=torch.int64, device=device)
-    blocks = plan.lay_out(experts, memory.ranks, alignment)
     memory.launch(
-        "lay_out", experts, memory.counts(experts), memory.rank, rows, capacity, positions, ends, filled, totals,
-        memory.worst,
-        **blocks,
+        "lay_out", experts, counts, memory.rank, rows, capacity, positions, ends, filled, totals, memory.worst,
+        **plan.lay_out(experts, memory.ranks, alignment, memory.rounds),
     )  # fmt: skip
     return Layout(positions, ends, filled, totals, capacity)
 

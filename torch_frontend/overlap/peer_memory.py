@@ -1,4 +1,5 @@
-"""Memory of the GPUs of one host that kernels of all of them write and read: exchanges of which the host reads no size.
+"""Memory of the GPUs of one host that kernels of all of them write and read: exchanges for which the host computes no
+offset. It reads the counts of all ranks where a call may have several rounds (rounds.py), else no size.
 
     counts     (ranks, E) int32: every rank writes its row into the memory of all
     experts    rows to operands: the ranks of the tokens write them to their final offset
@@ -41,18 +42,20 @@ from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, key_of, name_of, table_of_ranks
 from ..exchange.shards import Ranks
-from ..ops.checks import check_int, check_positive
+from ..ops.checks import check_flag, check_int, check_positive
 from ..ops.launch import check_devices
 from ..ops.private import group_named
 from . import device_exchange
 from .device_call import DeviceCall
 from .local_experts import LocalExperts
-from .peer_exchange import PeerExchange, lay_out
+from .peer_exchange import PeerExchange, lay_out, share_counts
+from .rounds import Later, list_later, start_reading
 from .rows import ALIGNMENT, Part, Where, list_transfer_parts, offsets_of, views_of
 from .symmetric import Shared, barrier, has_shared_memory, shared_memory
 
 OP = "PeerMemory"
 WIDTH = 1024
+CAPACITY_FACTOR = 1.25
 TIMEOUT = timedelta(minutes=10)
 WHERE: tuple[Where, Where] = ("experts", "tokens")
 
@@ -67,13 +70,23 @@ class MappedBuffer(NamedTuple):
 
 
 class PeerMemory:
-    """The memory that the GPUs of one host, a process each, map for exchanges without the host: the layers that use it
-    read no size on the host, forward and backward, and a CUDA graph can capture them.
+    """The memory that the GPUs of one host, a process each, map for exchanges between them.
 
-    It takes `rows` rows to experts and as many to tokens, with the padding of the groups, on every GPU. The memory is
-    allocated when a call needs more than any before, never while a graph is captured; all ranks then wait for each
-    other once. Products run over the whole capacity: state `rows` or `capacity_factor` if far fewer rows are received
-    than in the worst case.
+    A rank has a capacity: the rows from all ranks that it takes at a time. If the counts say that some rank gets more,
+    the call has several rounds, on all ranks, and no row is lost. A round takes whole experts, in their order, while
+    they fit. An expert is split if a round of its own is too short for its rows. Outputs and the gradients of rows and
+    probabilities have the bytes of one round, and so have the weight gradients of an expert that is not split. A split
+    expert's weight gradients are a sum over its rounds, in the dtype of the weights. Only the first round saves its
+    state: the backward repeats the forward of the others, from the rows.
+
+    The host reads the counts once per forward. In calls that overlap it reads them after it has launched the first
+    round, so that the GPU does not wait; other calls wait for them. The backward reads nothing. A CUDA graph cannot
+    read them: it takes rounds=False, which has one round. A graph of empty rounds would launch about 80 kernels for
+    each, forward and backward, in every step.
+
+    On every GPU the memory holds the rows of the capacity, with the padding of the groups. It is allocated when a call
+    needs more than any before, never while a graph is captured; all ranks then wait for each other once. GEMMs, their
+    operands and saved tensors are as long as the capacity.
 
     On Hopper feed-forwards and products of recipe "mxfp8" overlap with their exchange, at the sizes in
     docs/guides/overlap.md. Other calls send rows before and after their GEMMs.
@@ -83,14 +96,16 @@ class PeerMemory:
 
     Args:
         group: a process group or its name, of at least two ranks; None is the default group.
-        rows: the capacity of a rank, in rows from all ranks together. A rank may be sent more rows. Then the outputs of
-            the tokens with a row beyond the capacity are NaN, their gradients too, and `overflow` raises, on all ranks.
-            None: the first call sets it. A later call may have more rows, such as an evaluation with a larger batch:
-            then the same holds.
-        capacity_factor: the capacity of a rank, relative to the mean rows of a rank in the first call; not with `rows`.
-            None: all rows of all ranks, each with as many as the rank with the most rows in the first call.
-        on_overflow: what a row beyond the capacity makes of its token. "nan": as above. "drop": the row is zero in the
-            sum of its token, and so are its gradients; `overflow` raises as well.
+        rows: the capacity of a rank, in rows from all ranks together.
+        capacity_factor: the capacity of a rank, relative to the mean rows of a rank; not with `rows`. At most what a
+            rank can get: all tokens, each min(top_k, local experts) times. With rounds the call with the most rows so
+            far sets it, else the first call. None without `rows`: 1.25 with rounds, else what a rank can get if each
+            rank has as many tokens as the longest one in the first call.
+        rounds: whether a call may have several rounds. False: the host reads nothing, and a CUDA graph can capture the
+            layers. Then the outputs of tokens with a row beyond the capacity are NaN, their gradients too, and
+            `overflow` raises, on all ranks.
+        on_overflow: without rounds, what a row beyond the capacity makes of its token. "nan": as above. "drop": the row
+            is zero in the sum of its token, and so are its gradients; `overflow` raises as well.
         width: programs of the kernels that write and read rows of peers.
         timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
@@ -109,6 +124,7 @@ class PeerMemory:
         rows: int | None = None,
         *,
         capacity_factor: float | None = None,
+        rounds: bool = True,
         on_overflow: OnOverflow = "nan",
         width: int = WIDTH,
         timeout: timedelta = TIMEOUT,
@@ -119,14 +135,20 @@ class PeerMemory:
             check_positive(OP, "capacity_factor", capacity_factor)
             if rows is not None:
                 fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
+        check_flag(OP, "rounds", rounds)
         check_on_overflow(OP, on_overflow)
+        if rounds and on_overflow != "nan":
+            fail(ValueError, OP, "on_overflow", f"{on_overflow!r} and rounds=True", "allowed: with rounds=False")
         check_int(OP, "width", width, 1)
         self.timeout_ms = _to_milliseconds(timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; other groups take no transport")
         self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        self.rows, self.capacity_factor, self.on_overflow, self.width = rows, capacity_factor, on_overflow, width
+        if rounds and rows is None and capacity_factor is None:
+            capacity_factor = CAPACITY_FACTOR
+        self.rows, self.capacity_factor, self.rounds = rows, capacity_factor, rounds
+        self.on_overflow, self.width = on_overflow, width
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
@@ -135,6 +157,7 @@ class PeerMemory:
         self.device = _device()
         self.worst = torch.zeros((self.ranks, 2), dtype=torch.int32, device=self.device)
         self.most = rows
+        self.longest = 0
         self.compared: set[int] = set()
         self.interrupted = False
         self.buffer: MappedBuffer | None = None
@@ -144,21 +167,32 @@ class PeerMemory:
 
     @property
     def config_key(self) -> str:
-        options = f"rows={self.rows}, capacity_factor={self.capacity_factor}, on_overflow={self.on_overflow!r}"
-        return f"PeerMemory({options})"
+        options = f"rows={self.rows}, capacity_factor={self.capacity_factor}, rounds={self.rounds}"
+        return f"PeerMemory({options}, on_overflow={self.on_overflow!r})"
 
     def begin(self, request: Request, width: int) -> PeerExchange:
         """Memory for a request whose experts return rows of this width, and its layout; ends with the first barrier."""
         x, recipe = request.x, request.recipe
         parts = list_transfer_parts(recipe, x.shape[1], x.dtype, width) if request.error is None else []
 
-        def needs(capacity: int) -> list[int]:
+        def needs(capacity: int, room: int) -> list[int]:
             return [max(offsets_of(capacity, p)[-1] for at, p in parts if at == where) for where in WHERE]
 
-        rows, num_rows, capacity = self._reserve_for(request, needs)
+        rows, num_rows, capacity, _ = self._reserve_for(request, needs)
+        later: Sequence[Later] = ()
         with torch.no_grad(), self.uninterrupted():
-            layout = lay_out(self, request.counts, num_rows, capacity, recipe.alignment)
-        return PeerExchange(self, layout, rows)
+            counts = share_counts(self, request.counts)
+            if self.rounds:
+                of_all, experts, alignment = start_reading(counts)(), counts.shape[1], recipe.alignment
+                of_ranks = of_all.clip(0).sum(1).tolist()
+                self.note_rows(of_ranks, max(of_ranks))
+                if capacity != (more := self.capacity(experts // self.ranks, alignment))[0]:
+                    capacity, _ = more
+                    self.allocate(experts, needs(*more))
+                    counts = share_counts(self, request.counts)
+                later = list_later(of_all, self.rank, num_rows, capacity, alignment, self.device)
+            layout = lay_out(self, counts, num_rows, capacity, recipe.alignment)
+        return PeerExchange(self, layout, rows, later)
 
     def on_device(self, request: Request, found: LocalExperts | None) -> DeviceCall | None:
         """The call whose exchange the device drives, with memory for it; None where another exchange has to run."""
@@ -169,23 +203,26 @@ class PeerMemory:
         # The kernel that pulls a row divides the slot by its own rank's top_k: all ranks need the same.
         also = {**request.also, "exchange": "on the device", "top_k": top_k}
 
-        def needs(capacity: int) -> list[int]:
-            return [Memory.of(0, capacity, top_k, widest).end, 0]
+        def needs(capacity: int, room: int) -> list[int]:
+            return [Memory.of(0, room, top_k, widest).end, 0]
 
-        _, num_rows, capacity = self._reserve_for(request._replace(also=also), needs)
-        if num_rows > capacity:
+        _, num_rows, capacity, room = self._reserve_for(request._replace(also=also), needs)
+        if num_rows > room and not self.rounds:
             self.interrupt()
-            allowed = f"allowed: {capacity}, the capacity with padding; state more `rows` or a larger `capacity_factor`"
+            allowed = f"allowed: {room}, the capacity with padding; state more `rows` or a larger `capacity_factor`"
             fail(ValueError, OP, "rows", f"{num_rows} rows of rank {self.rank}", allowed)
-        return device_exchange.call_of(self, request, found, capacity)
+        return device_exchange.call_of(self, request, found, capacity, room)
 
     def _reserve_for(
-        self, request: Request, needs: Callable[[int], list[int]]
-    ) -> tuple[Tensor | TokenReplicas, int, int]:
-        """The rows of a checked request, their number, and the rows of an operand. needs: bytes of rows to experts and
-        of rows to tokens, of an operand of so many rows."""
+        self, request: Request, needs: Callable[[int, int], list[int]]
+    ) -> tuple[Tensor | TokenReplicas, int, int, int]:
+        """The rows of a checked request, their number, and `capacity`. needs: bytes of rows to experts and of rows to
+        tokens, for this capacity."""
         op, error, ranks = "dispatch", request.error, request.ranks
         rows, num_rows, shared = request.rows, 0, {}
+        if self.rounds and _capturing():
+            hint = "state PeerMemory(rounds=False): the host reads how many rounds a call has"
+            fail(RuntimeError, op, "transport", "rounds=True in a CUDA graph", hint=hint)
         try:
             if error is None:
                 rows, num_rows = checked_rows(request)
@@ -199,17 +236,18 @@ class PeerMemory:
             if self.buffer is None and can_compare(ranks.group_name):
                 compare_calls(op, shared, ranks.group_name, error)  # the others do before they allocate, and raise too
             raise error
+        top_k = rows.top_k if isinstance(rows, TokenReplicas) else 1
         with torch.no_grad(), self.uninterrupted():
-            alignment = request.recipe.alignment
-            capacity = self.reserve(op, num_rows, request.counts.shape[0], alignment, needs, shared)
-        return rows, num_rows, capacity
+            experts, alignment = request.counts.shape[0], request.recipe.alignment
+            capacity, room = self.reserve(op, num_rows, top_k, experts, alignment, needs, shared)
+        return rows, num_rows, capacity, room
 
     def send_error_sentinel(self, ranks: Ranks) -> None:
         """There is no exchange that tells the others: they wait for this rank until their time limit."""
         self.interrupt()
 
     def overflow(self) -> None:
-        """Raise if rows exceeded a rank's capacity since the last call of this method.
+        """Raise if rows were lost since the last call of this method: never with rounds.
 
         The host waits for the GPU. All ranks find the same.
 
@@ -229,43 +267,68 @@ class PeerMemory:
                 fail(RuntimeError, OP, "rows", f"groups of {rows} rows with padding on rank {rank}", allowed)
 
     def reserve(
-        self, op: str, rows: int, experts: int, alignment: int, needs_of: Callable[[int], list[int]],
+        self, op: str, rows: int, top_k: int, experts: int, alignment: int, needs: Callable[[int, int], list[int]],
         shared: Mapping[str, Any],
-    ) -> int:  # fmt: skip
-        """Memory for the transfers of a call, allocated if there is less; returns the rows of an operand.
+    ) -> tuple[int, int]:  # fmt: skip
+        """Memory for the transfers of a call, allocated if there is less; returns `capacity`.
 
         Args:
-            rows: of this rank.
-            needs_of: as in `_reserve_for`.
+            rows: of this rank, top_k of each token.
+            needs: as in `_reserve_for`.
             shared: arguments that the ranks compare in the first call that has them, in the first after an error, and
                 before they allocate.
         """
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        capturing, local = _capturing(), experts // self.ranks
         new = key_of(shared) not in self.compared
         if new and not capturing:
             self._compare(op, shared)
         if self.most is None and not capturing:
-            (all_rows,) = zip(*table_of_ranks(op, [rows], self.group.group_name), strict=True)
-            self.most = max(all_rows) * self.ranks
-            if self.capacity_factor is not None:
-                self.most = min(self.most, math.ceil(self.capacity_factor * sum(all_rows) / self.ranks))
-        most = self.most or 0
-        capacity = plan.capacity_of(most, experts // self.ranks, alignment)
-        if capacity >= 2**31:
-            fail(ValueError, OP, "rows", f"{most}, with padding {capacity}", f"allowed: {2**31 - 1} with padding")
-        needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT]
-        needs += needs_of(capacity)
-        has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]
-        if any(need > size for need, size in zip(needs, has, strict=True)):
+            table = table_of_ranks(op, [rows, rows * min(top_k, local) // top_k], self.group.group_name)
+            all_rows, to_one_rank = zip(*table, strict=True)
+            self.note_rows(all_rows, max(to_one_rank))
+        capacity, room = self.capacity(local, alignment)
+        sizes = needs(capacity, room)
+        if self._lacks(experts, sizes):
             if capturing:
                 got, hint = "a call that needs more than any before, in a graph", "run the layer once at these sizes"
                 fail(RuntimeError, op, "transport", got, hint=f"{hint} before the capture")
             if not new:
                 self._compare(op, shared)
-            self._grow([max(need, size) for need, size in zip(needs, has, strict=True)])
+            self.allocate(experts, sizes)
         if capturing and self.buffer is not None and not any(buffer is self.buffer for buffer in self.of_graphs):
             self.of_graphs.append(self.buffer)  # the graph has its addresses
-        return capacity
+        return capacity, room
+
+    def note_rows(self, rows: Sequence[int], to_one_rank: int) -> None:
+        """Make the capacity large enough for a call, unless `rows` is stated; the same on all ranks. rows: of each
+        rank. to_one_rank: the most rows that a rank can have for the experts of one."""
+        most = self.ranks * to_one_rank
+        if self.capacity_factor is not None:
+            most = min(most, math.ceil(self.capacity_factor * sum(rows) / self.ranks))
+        self.longest = max(self.longest, *rows)
+        if self.rows is None:
+            self.most = max(self.most or 0, most)
+
+    def capacity(self, local: int, alignment: int) -> tuple[int, int]:
+        """Rows of an operand, with the padding of the groups, and the most rows of the tokens of a rank."""
+        capacity = plan.capacity_of(self.most or 0, local, alignment)
+        if capacity >= 2**31:
+            got, allowed = f"{self.most}, with padding {capacity}", f"allowed: {2**31 - 1} with padding"
+            fail(ValueError, OP, "rows", got, allowed)
+        return capacity, max(capacity, self.longest)
+
+    def allocate(self, experts: int, sizes: Sequence[int]) -> None:
+        """Memory for counts, and for these bytes of rows to experts and of rows to tokens. A collective if there is
+        less."""
+        if lacks := self._lacks(experts, sizes):
+            self._grow(lacks)
+
+    def _lacks(self, experts: int, sizes: Sequence[int]) -> list[int]:
+        """The sizes of memory for both these and what it has; none if it has enough."""
+        needs = [-(-4 * experts * self.ranks // ALIGNMENT) * ALIGNMENT, *sizes]
+        has = [0] * 3 if self.buffer is None else [end - start for start, end in pairwise(self.buffer.starts)]
+        both = [max(need, size) for need, size in zip(needs, has, strict=True)]
+        return [] if both == has else both
 
     def _compare(self, op: str, shared: Mapping[str, Any]) -> None:
         if self.interrupted and torch.cuda.is_available():
@@ -364,6 +427,10 @@ def _missing() -> str:
     if not has_shared_memory:
         return "a torch without torch.distributed._symmetric_memory"
     return "" if torch.cuda.is_available() else "no CUDA"
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _device() -> torch.device:

@@ -45,6 +45,19 @@ class GatheredBytes:
         return getattr(self.operands, name)
 
 
+class CopiedBytes(GatheredBytes):
+    """A copy of the bytes along K, for a backward that runs a forward again; along N the bytes of the latest gather."""
+
+    def __init__(self, of: GatheredBytes) -> None:
+        super().__init__()
+        self.operands = WeightOperands(of.along_k._make(part.clone() for part in of.along_k))
+        self.of = of
+
+    @property
+    def along_n(self) -> Any:
+        return self.of.along_n
+
+
 class GatheredWeights(Tensor):
     """(G, N, K) without values; see the top of the file. Made by `gathered_weights`."""
 
@@ -71,6 +84,13 @@ def gathered_weights(shape: Sequence[int], dtype: torch.dtype, device: torch.dev
     self = wrapper(GatheredWeights, shape, dtype, device)
     self.gathered = of
     return self
+
+
+def copied(w: Tensor | None) -> Tensor | None:
+    """Weights with a copy of their bytes along K, if they were gathered."""
+    if not isinstance(w, GatheredWeights):
+        return w
+    return gathered_weights(w.shape, w.dtype, w.device, CopiedBytes(w.gathered))
 
 
 def _same(w: GatheredWeights) -> Tensor:

@@ -14,6 +14,8 @@ PEER, BF16_WIRE, IN_TURN = "bf16", "bf16 wire", "in turn"
 """The plain pipeline; the same with our GEMMs; ours without a transport."""
 ONCE, SUMMED = "deduplicate dispatch", "deduplicate both"
 """IN_TURN with a token once to each rank, with the same bytes, and with one partial sum back."""
+IN_ROUNDS = "peer memory, in rounds"
+"""Over a transport; weight gradients of a split expert are sums of rounded ones."""
 
 
 class Work(NamedTuple):
@@ -33,7 +35,7 @@ class Work(NamedTuple):
 
     @property
     def transports(self) -> list[str]:
-        return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN, ONCE, SUMMED)]
+        return [name for name in self.forwards if name not in (PEER, BF16_WIRE, IN_TURN, ONCE, SUMMED, IN_ROUNDS)]
 
 
 def held_nbytes(memory: PeerMemory) -> int:
@@ -42,9 +44,9 @@ def held_nbytes(memory: PeerMemory) -> int:
 
 
 def check(work: Work) -> dict[str, float]:
-    """Bytes of the runs over a transport against the run without one, on all ranks; SQNR in dB of the result and of all
-    gradients against the peer. Returns the least dB of each run; IN_TURN stands for all runs with its bytes. Raises
-    AssertionError on all ranks alike."""
+    """Bytes of the runs over a transport in one round against the run without one, on all ranks; SQNR in dB of the
+    result and of all gradients against the peer. Returns the least dB of each run; IN_TURN stands for all runs with its
+    bytes. Raises AssertionError on all ranks alike."""
     want = work.step(work.forwards[IN_TURN])
     for name in (*work.transports, *({ONCE} & work.forwards.keys())):
         for _ in range(2):  # the second call reuses buffers
@@ -56,7 +58,8 @@ def check(work: Work) -> dict[str, float]:
                 raise AssertionError(f"{work.op}: {name}: differs from the run without a transport: {values}")
             del got
     peer = work.step(work.forwards[PEER])
-    rounded = [(name, work.step(work.forwards[name])) for name in (BF16_WIRE, SUMMED) if name in work.forwards]
+    others = [name for name in (BF16_WIRE, SUMMED, IN_ROUNDS) if name in work.forwards]
+    rounded = [(name, work.step(work.forwards[name])) for name in others]
     found: dict[str, float] = {}
     for name, got in (*rounded, (IN_TURN, want)):
         least = torch.stack([_sqnr_db(work, a, b) for a, b in zip(got, peer, strict=True)]).nan_to_num(nan=-torch.inf)

@@ -93,11 +93,9 @@ def replays(memory: PeerMemory, forward: Forward, inputs: list[Tensor]) -> None:
     memory.overflow()
 
 
-def checks(
-    world: Callable[[], DeviceMesh], opened: Callable[[int | None], PeerMemory]
-) -> dict[str, Callable[[], object]]:
+def checks(world: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) -> dict[str, Callable[[], object]]:
     def memory() -> PeerMemory:
-        return opened(TOKENS * TOP_K * world().size())
+        return opened(TOKENS * TOP_K * world().size(), rounds=False)
 
     return {
         "1000 replays": lambda: replays(of := memory(), *ffn(of)),

@@ -21,7 +21,7 @@ from mxep.torch_frontend import TokenReplicas, expert_parallel_ffn, ops, sort_by
 from mxep.torch_frontend.ops import differentiable
 from mxep.torch_frontend.overlap import device_call, device_exchange
 from mxep.torch_frontend.overlap.device_call import FFN, DeviceCall, Prepared
-from mxep.torch_frontend.overlap.peer_exchange import PeerExchange, lay_out
+from mxep.torch_frontend.overlap.peer_exchange import PeerExchange, lay_out, share_counts
 from mxep.torch_frontend.overlap.peer_memory import MappedBuffer, PeerMemory
 from mxep.torch_frontend.overlap.rows import PROB, Part, Rows, Where, offsets_of
 from mxep.torch_frontend.overlap.symmetric import Shared
@@ -87,7 +87,7 @@ class Mapped(PeerMemory):
     def __init__(self, rank: int, of_rank: list[Tensor], starts: tuple[int, ...], meet: Callable[[], None]) -> None:
         self.rank, self.ranks, self.width, self.device = rank, len(of_rank), 3, DEVICE
         self.kernels, self.meet, self.programs = kernel, meet, {}
-        self.interrupted, self.compared, self.on_overflow = False, set(), "nan"
+        self.interrupted, self.compared, self.on_overflow, self.rounds = False, set(), "nan", False
         self.worst = torch.zeros((RANKS, 2), dtype=torch.int32, device=DEVICE)
         self.side = torch.cuda.Stream(DEVICE, priority=-1) if DEVICE.type == "cuda" else None
         addresses = torch.tensor([of.data_ptr() for of in of_rank], device=DEVICE)
@@ -200,7 +200,7 @@ def driven(seed: int, rows: int) -> None:
         order, inverse, counts = sort_by_expert(experts, LOCAL * RANKS)
         rounding, numbers = int(RECIPE.rounding), tuple(PLAIN.attributes)
         sizes = Sizes(rank, RANKS, LOCAL, slots, D, F, TOP_K, "bfloat16", rounding, numbers)
-        call = DeviceCall(memory, FFN, len(x), inverse, sizes, D, ALIGNMENT, (None,) * 3, True)
+        call = DeviceCall(memory, FFN, len(x), inverse, sizes, D, ALIGNMENT, (None,) * 3, True, slots)
         ctx, function = Context(), device_exchange._DeviceExperts
         y, totals = function.forward(ctx, x, probs, call, order, counts, *weights_of(rank))
         dx, dprobs, *_, dw1, dw3, dw2 = function.backward(ctx, dy, totals)
@@ -236,7 +236,7 @@ def exchanged(seed: int, rows: Rows) -> None:
         memory, (x, experts, probs, _) = memories[rank], tokens[rank]
         x = x[:, :WIDTH].to(rows.dtype).contiguous()
         order, inverse, counts = sort_by_expert(experts, LOCAL * RANKS)
-        layout = lay_out(memory, counts, len(order), capacity, ALIGNMENT)
+        layout = lay_out(memory, share_counts(memory, counts), len(order), capacity, ALIGNMENT)
         exchange = PeerExchange(memory, layout, TokenReplicas(x, order, inverse, TOP_K))
         exchange.push(x, rows, probs)
         memory.barrier()

@@ -73,6 +73,20 @@ def graph(mesh: DeviceMesh, memory: PeerMemory, recipe: str) -> None:
     memory.overflow()
 
 
+def rounds_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
+    """The error comes before the call does anything, and the next step is right."""
+    moe, plain, inputs = layer(mesh, memory, "mxfp8"), layer(mesh, None, "mxfp8"), tokens(0, mesh)
+    step(moe, *inputs)
+    error = None
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"), torch.no_grad():
+            moe(inputs[0])
+    except RuntimeError as found:
+        error = found
+    assert "state PeerMemory(rounds=False)" in str(error), error
+    same(step(moe, *inputs), step(plain, *inputs), "after the error")
+
+
 def no_growth_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
     moe, (x, _) = layer(mesh, memory, "mxfp8"), tokens(0, mesh)
     error = None
@@ -84,11 +98,15 @@ def no_growth_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
     assert "needs more than any before, in a graph" in str(error), error
 
 
-def checks(mesh: Callable[[], DeviceMesh], opened: Callable[[int | None], PeerMemory]) -> dict[str, Callable[[], None]]:
+def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) -> dict[str, Callable[[], None]]:
     """opened: new memory of the mesh's group with a capacity of so many rows."""
     return {
-        **{f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh(), opened(None), r) for r in RECIPES},
-        **{f"graph, {r}": lambda r=r: graph(mesh(), opened(None), r) for r in RECIPES},
-        "graph of stated rows": lambda: graph(mesh(), opened(TOKENS * TOP_K * 3 // 2), "mxfp8"),
-        "no growth in a graph": lambda: no_growth_in_a_graph(mesh(), opened(None)),
+        **{
+            f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh(), opened(None, rounds=False), r)
+            for r in RECIPES
+        },
+        **{f"graph, {r}": lambda r=r: graph(mesh(), opened(None, rounds=False), r) for r in RECIPES},
+        "graph of stated rows": lambda: graph(mesh(), opened(TOKENS * TOP_K * 3 // 2, rounds=False), "mxfp8"),
+        "no rounds in a graph": lambda: rounds_in_a_graph(mesh(), opened(TOKENS * TOP_K * mesh().size())),
+        "no growth in a graph": lambda: no_growth_in_a_graph(mesh(), opened(None, rounds=False)),
     }

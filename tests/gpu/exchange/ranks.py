@@ -25,7 +25,7 @@ from ...contracts.table import ON_GPUS, allowed, name_of, pairwise
 from ...contracts.torch_layers import contracts_of_ranks
 from ...torch_frontend.exchange import ep_replicas
 from ...torch_frontend.layer import ep_training
-from ...torch_frontend.overlap import ep_device, ep_device_mm, ep_overlap, ep_peers, ep_skips
+from ...torch_frontend.overlap import ep_device, ep_device_mm, ep_overlap, ep_peers, ep_rounds, ep_skips
 from . import device_graph, peer_graph
 
 PROGRAMS = (
@@ -72,7 +72,7 @@ def peer_memory() -> PeerMemory:
 
 @cache
 def growing_memory() -> PeerMemory:
-    return opened(None)
+    return opened(None, rounds=False)
 
 
 def contracts() -> dict[str, Check]:
@@ -90,11 +90,11 @@ def checks(ranks: int) -> dict[str, Check]:
     groups = {f"{ranks} ranks": training(ranks)}
     if ranks > 1:
         groups["contracts"] = contracts()
-        of_memory = ep_peers.checks(world, opened) | peer_graph.checks(world, opened)
+        of_memory = ep_peers.checks(world, opened) | ep_rounds.checks(False, opened) | peer_graph.checks(world, opened)
         groups["PeerMemory"] = over(peer_memory, ep_overlap.CHECKS) | of_memory
         driven = world, opened, lambda: opened(None)
         of_device = ep_device.checks(*driven) | ep_device_mm.checks(*driven)
-        groups["driven by the device"] = of_device | device_graph.checks(world, opened)
+        groups["driven by the device"] = of_device | ep_rounds.checks(True, opened) | device_graph.checks(world, opened)
     return {
         f"{group}: {name}": partial(synchronized, check) for group, of in groups.items() for name, check in of.items()
     }

@@ -44,6 +44,7 @@ CASES = {
     "share_counts": Case("share_counts", (I32, I64, "i32", "i64"), plan.share_counts(EXPERTS)),
     "lay_out": Case("lay_out", LAY_OUT, plan.lay_out(EXPERTS, RANKS, 32)),
     "lay_out 256 experts": Case("lay_out", LAY_OUT, plan.lay_out(256, 8, 128)),
+    "lay_out of a round": Case("lay_out", LAY_OUT, plan.lay_out(256, 8, 128, True)),
     "lay_out 6 experts": Case("lay_out", LAY_OUT, plan.lay_out(6, 2, 32)),
     "lay_out least": Case("lay_out", LAY_OUT, plan.lay_out(2, 2, 32)),
     "push mx": push(K // 8, K // 256, 8, **COPIES),

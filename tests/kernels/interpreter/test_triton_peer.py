@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from mxep.core_kernels.peer import kernel, oracle, plan
+from mxep.core_kernels.policy import rounds
 from mxep.core_kernels.quantize.oracle import dequantize, quantize_row
 
 RANKS, LOCAL, TOP_K = 3, 2, 2
@@ -30,12 +31,12 @@ def addresses(memory: list[torch.Tensor]) -> torch.Tensor:
     return torch.tensor([m.data_ptr() for m in memory])
 
 
-def laid_out(counts: np.ndarray, rank: int, rows: int, capacity: int) -> list[np.ndarray]:
+def laid_out(counts: np.ndarray, rank: int, rows: int, capacity: int, whole: bool = False) -> list[np.ndarray]:
     places = torch.full((rows,), -7, dtype=torch.int64)
     ends, filled, totals = (torch.full((n,), -7, dtype=torch.int32) for n in (LOCAL, LOCAL, EXPERTS))
     worst = torch.zeros((RANKS, 2), dtype=torch.int32)
     args = torch.from_numpy(counts.astype(np.int32)), rank, rows, capacity, places, ends, filled, totals, worst
-    launch("lay_out", EXPERTS, *args, **plan.lay_out(EXPERTS, RANKS, 32) | {"BLOCK_M": 16})
+    launch("lay_out", EXPERTS, *args, **plan.lay_out(EXPERTS, RANKS, 32, whole) | {"BLOCK_M": 16})
     return [t.numpy() for t in (places, ends, filled, totals, worst)]
 
 
@@ -52,6 +53,36 @@ def test_layout(name):
                 np.testing.assert_array_equal(one, other)
             beyond = np.maximum(needed - capacity, 0)
             np.testing.assert_array_equal(worst, np.stack([beyond, np.where(beyond > 0, needed, 0)], 1))
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("capacity", [64, 96, 128, 192, 4096])
+def test_rounds(name, capacity):
+    """Each round has the layout of its oracle, and its rows are those that the next round has not."""
+    counts = COUNTS[name](np.random.default_rng(0)).astype(np.int32)
+    found, seen = rounds.list_rounds(counts, capacity, 32), np.zeros_like(counts)
+    split = np.zeros(EXPERTS, bool)
+    for one, after in zip(found, [*found[1:], None], strict=True):
+        rest = 0 if after is None else after.counts
+        for rank in range(RANKS):
+            rows = int(one.counts[rank].sum())
+            *got, worst = laid_out(one.counts, rank, rows, capacity, whole=True)
+            *want, needed = oracle.lay_out(one.counts, rank, rows, capacity, whole=True)
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert not worst.any()
+            assert (needed <= capacity).all() == (after is None)
+            of_rows = np.repeat(np.arange(EXPERTS), one.counts[rank])
+            served = np.bincount(of_rows[want[0] >= 0], minlength=EXPERTS)
+            np.testing.assert_array_equal(served, (one.counts - rest)[rank])
+            starts = np.concatenate([[0], want[1][:-1]])
+            assert (starts < want[1]).sum() == one.begun[rank]
+            seen[rank] += served
+        split |= ((one.counts - rest).any(0)) & (np.broadcast_to(rest, counts.shape).any(0))
+    np.testing.assert_array_equal(seen, counts)
+    sizes = -(-counts.sum(0) // 32) * 32
+    assert (sizes[split] + np.arange(EXPERTS)[split] % LOCAL * 32 > capacity).all()
+    assert len(found) == 1 or capacity < 4096
 
 
 def test_rows_that_the_counts_leave_out_have_no_place():

@@ -150,7 +150,7 @@ def run(death: Death, make: Callable[[str], Layer], phases: list[str]) -> Surviv
     dist.all_gather_object(pids, os.getpid())
     layer = make(death.exchange)
     step(layer)
-    assert phases == NOTED or death.exchange == "function"
+    assert phases == NOTED or death.exchange == "function", NOTED
     dist.barrier()
     if dist.get_rank() == VICTIM:
         FATAL.append(death)

@@ -16,7 +16,17 @@ PHASES = [
     BEFORE, KERNEL, BARRIER, *[KERNEL] * 3, BARRIER, EXPERTS, BARRIER, KERNEL,
     BACKWARD, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2, REDUCE,
 ]  # fmt: skip
-DEATHS = ep_deaths.deaths("PeerMemory", PHASES)
+MULTIPLIED = [KERNEL, BARRIER, *[KERNEL] * 2, BARRIER, EXPERTS, BARRIER]
+OF_ROUNDS = [
+    BEFORE, KERNEL, BARRIER, *[KERNEL] * 3, BARRIER, EXPERTS, BARRIER, KERNEL, *MULTIPLIED, KERNEL,
+    BACKWARD, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2,
+    *MULTIPLIED, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2, REDUCE,
+]  # fmt: skip
+"""Of two rounds: the second one has the steps of the first, and its backward also the steps of its forward."""
+EXCHANGES = {"PeerMemory": PHASES, "PeerMemory in rounds": OF_ROUNDS}
+DEATHS = {
+    name: death for exchange, phases in EXCHANGES.items() for name, death in ep_deaths.deaths(exchange, phases).items()
+}
 
 
 def begin(rank: int) -> None:
@@ -28,11 +38,14 @@ def begin(rank: int) -> None:
 
 def layer(exchange: str) -> Layer:
     group = ep_deaths.limited_group()
-    memory = peer_ranks.files().open(group, ep_deaths.TOKENS * ep_deaths.TOP_K * RANKS)
+    rounds = exchange == "PeerMemory in rounds"
+    memory = peer_ranks.files().open(group, 1 if rounds else ep_deaths.TOKENS * ep_deaths.TOP_K * RANKS)
     layer = ep_deaths.sharded(ExpertParallel(transport=memory), group)
-    ep_deaths.step(layer)  # the first step compares arguments and maps memory
-    return layer
+    # The same experts for all tokens: they have more rows than the capacity.
+    chosen = (lambda x: layer(x * 0 + 1)) if rounds else layer
+    ep_deaths.step(chosen)  # the first step compares arguments and maps memory
+    return chosen
 
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
-    return {name: partial(ep_deaths.run, death, layer, PHASES) for name, death in DEATHS.items()}
+    return {name: partial(ep_deaths.run, death, layer, EXCHANGES[death.exchange]) for name, death in DEATHS.items()}

@@ -1,7 +1,9 @@
 """Ranks of PeerMemory on a CPU whose exchange the device would drive: its programs by program_on_cpu.py, files as the
 memory of the ranks, Gloo as the barrier; run by test_device_exchange.py."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,37 +18,46 @@ from mxep.torch_frontend.overlap import device_call, device_exchange, peer_memor
 from mxep.torch_frontend.overlap.symmetric import Shared
 from torch import Tensor
 
-from . import ep_device, ep_device_mm, peer_ranks
+from . import ep_device, ep_device_mm, ep_rounds, peer_ranks
 from .program_on_cpu import ProgramOnCPU
 
 INTERPRETER = True
-PER_DIRECTION = 2
-"""Barriers."""
 
 
 class Files(peer_ranks.Files):
-    """The slots are poisoned before a rank says that peers may write them, the rows that peers read when all have.
-    mixed: memory of calls that the device drives and of others, which is not poisoned."""
+    """One rank is late, after a barrier that changes. The slots are poisoned before a rank says that peers may write
+    them, the rows that peers read after a direction. mixed: memory of calls that the device drives and of others, which
+    is not poisoned."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.mixed: list[PeerMemory] = []
+        self.starts: set[int] = set()
 
-    def interrupt(self, memory: PeerMemory) -> None:
-        self.barriers[id(memory)] = -1
+    @contextmanager
+    def direction(self, memory: PeerMemory) -> Iterator[None]:
+        """Around the work of a rank in one direction of a call."""
+        self.starts.add(id(memory))
+        with UNINTERRUPTED(memory):
+            yield
+        if places := self.places(memory):
+            memory.own[places.rows : places.slots] = 255
 
     def barrier(self, shared: Shared, timeout_ms: int) -> None:
         (memory,) = (m for m in self.opened if m.buffer is not None and m.buffer.shared is shared)
-        number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
-        if memory in self.mixed or not memory.programs:
-            dist.barrier(shared.handle)
-            return
-        places: Memory = next(reversed(memory.programs))[3]
-        if number % PER_DIRECTION == 0:
+        if id(memory) in self.starts and (places := self.places(memory)):
             memory.own[places.slots : places.end] = 255
+        self.starts.discard(id(memory))
         dist.barrier(shared.handle)
-        if number % PER_DIRECTION == 1:
-            memory.own[places.rows : places.slots] = 255
+        number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
+        if number % 3 == memory.rank:
+            time.sleep(0.02)  # the others may go on, but not beyond the next barrier
+
+    def places(self, memory: PeerMemory) -> Memory | None:
+        return None if memory in self.mixed or not memory.programs else next(reversed(memory.programs))[3]
+
+
+UNINTERRUPTED = PeerMemory.uninterrupted
 
 
 @cache
@@ -54,8 +65,8 @@ def files() -> Files:
     return Files(peer_ranks.files().folder)
 
 
-def opened(rows: int | None) -> PeerMemory:
-    return files().open(peer_ranks.world().get_group(), rows)
+def opened(rows: int | None, **options: Any) -> PeerMemory:
+    return files().open(peer_ranks.world().get_group(), rows, **options)
 
 
 def mix() -> PeerMemory:
@@ -83,6 +94,7 @@ def begin(rank: int) -> None:
     peer_ranks.begin(rank)
     peer_memory.shared_memory = files().shared_memory
     peer_memory.barrier = files().barrier
+    PeerMemory.uninterrupted = lambda memory: files().direction(memory)  # type: ignore[method-assign]
     device_exchange.runs_on = lambda device: True
     schedule.takes = lambda *sizes: True
 
@@ -97,4 +109,4 @@ def begin(rank: int) -> None:
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
     of = peer_ranks.world, opened, mix
-    return ep_device.checks(*of) | ep_device_mm.checks(*of)
+    return ep_device.checks(*of) | ep_device_mm.checks(*of) | ep_rounds.checks(True, opened)

@@ -17,7 +17,7 @@ from mxep.torch_frontend.overlap.symmetric import Shared
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ... import conftest  # noqa: F401 -- Triton's interpreter without the work that has no effect
-from . import ep_overlap, ep_peers
+from . import ep_overlap, ep_peers, ep_rounds
 
 INTERPRETER = True
 MOST_TOKENS, BARRIERS = 12, 3
@@ -46,7 +46,7 @@ class Files:
         return Shared([torch.from_file(n, shared=True, size=nbytes, dtype=torch.uint8) for n in names], group)
 
     def interrupt(self, memory: PeerMemory) -> None:
-        """After an error the next barrier is the first one of a direction."""
+        """After an error, or with new memory, the next barrier is the first one of a direction."""
         self.barriers[id(memory)] = -1
 
     def barrier(self, shared: Shared, timeout_ms: int) -> None:
@@ -102,6 +102,8 @@ def begin(rank: int) -> None:
     peer_memory.barrier = files().barrier
     interrupt = PeerMemory.interrupt
     PeerMemory.interrupt = lambda memory: (interrupt(memory), files().interrupt(memory))[0]  # type: ignore[method-assign]
+    grow = PeerMemory._grow
+    PeerMemory._grow = lambda memory, sizes: (grow(memory, sizes), files().interrupt(memory))[0]  # type: ignore[method-assign]
     np.seterr(all="ignore")
 
 
@@ -115,4 +117,5 @@ def checks(ranks: int) -> dict[str, Callable[[], object]]:
         "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
         "rows in all transfers": lambda: products("mxfp8 in all transfers", 5),
         **ep_peers.checks(world, opened),
+        **ep_rounds.checks(False, opened),
     }

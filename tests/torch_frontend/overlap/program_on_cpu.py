@@ -60,6 +60,7 @@ class ProgramOnCPU:
 
     def find_home(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         counts, ends, _ = (t.numpy() for t in inputs)
+        counts = counts.clip(0)
         home, weights = (t.numpy() for t in outputs)
         rank, order_at, weights_at, slots = step.attrs
         home[:], weights[:] = 77, np.nan  # rows past the last end are unspecified

@@ -4,6 +4,7 @@ import pytest
 
 from ...ranks.fixture import Ranks, StartRanks
 from . import device_ranks
+from .ep_rounds import ROUTINGS
 
 TWO, FOUR = 2, 4
 
@@ -23,6 +24,9 @@ def test_two_ranks_have_the_bytes_of_no_transport(two: Ranks, check: str) -> Non
     two.run(check)
 
 
-@pytest.mark.parametrize("check", ["routings", "products of rows", "products of replicas"])
+ROUNDS = [f"rounds, ffn, {routing}" for routing in ROUTINGS]
+
+
+@pytest.mark.parametrize("check", ["routings", "products of rows", "products of replicas", *ROUNDS])
 def test_four_ranks_have_the_bytes_of_no_transport(four: Ranks, check: str) -> None:
     four.run(check)
