@@ -104,7 +104,7 @@ _ELSEWHERE = {
     ],
     "jax_frontend.ops": ["ExpertOrder", "RowMap"],
     "jax_frontend.ops.mx_array": ["MXGradArray"],
-    "jax_frontend.products.weights": ["QuantizedWeights"],
+    "jax_frontend.products.weights": ["FrozenWeights", "QuantizedWeights"],
     "jax_frontend.routing.router": ["Routing"],
 }
 """Names that are in another module of mxep, by module; an error says it to those who look for them here."""

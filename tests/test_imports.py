@@ -252,7 +252,7 @@ ONLY_TORCH: dict[str, set[str]] = {
     "products": {"backward_operands", "gathered_rows", "gathered_weights"},
     "exchange": {"counts", "exchange", "process_groups", "shards"},
     "layer": {"cached_weights", "convert_linear", "experts", "fsdp", "metrics", "parallel", "quantized_gather"},
-    "integrations": {"convert", "packed_experts", "packed_ffn", "torchtitan", "transformers"},
+    "integrations": {"convert", "frozen", "packed_experts", "packed_ffn", "torchtitan", "transformers"},
 }
 ONLY_JAX: dict[str, set[str]] = {
     "ops": {"derivatives", "mesh", "mx_array", "remat", "shapes", "split", "triton"},

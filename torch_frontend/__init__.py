@@ -12,8 +12,8 @@ Rows           MXTensor, gather_rows, weighted_combine
 Kernels        ops, capabilities, force_implementation, debug_checks, numerics_report
 
 Other libraries have modules of their own in `integrations`: torchao (docs/migrate/torchao.md), transformers and convert
-(docs/guides/transformers.md), layouts (docs/guides/models.md), torchtitan (docs/guides/torchtitan.md). The record that
-a function returns is in the function's module.
+(docs/guides/transformers.md), frozen (docs/guides/lora.md), layouts (docs/guides/models.md), torchtitan
+(docs/guides/torchtitan.md). The record that a function returns is in the function's module.
 
 `help(grouped_mm)` and `help(ops.quantize_row)` show shapes, dtypes and errors.
 """
@@ -104,6 +104,7 @@ _ELSEWHERE = {
     "torch_frontend.exchange.all_to_all": ["a2a_dispatch"],
     "torch_frontend.exchange.route": ["Route"],
     "torch_frontend.integrations.convert": ["ConversionReport", "ConvertedExperts", "convert_moe"],
+    "torch_frontend.integrations.frozen": ["freeze_weights"],
     "torch_frontend.integrations.layouts": ["pack_expert_weights", "unpack_expert_weights"],
     "torch_frontend.integrations.torchao": [
         "ScaleCalculationMode",

@@ -16,7 +16,7 @@ from ..ops.checks import check_floats
 from ..ops.shapes import Float
 from ..products.forms.form import MX, AddedBias
 from ..products.forms.mx import MXForm
-from ..products.weights import QuantizedWeights
+from ..products.weights import FrozenWeights, QuantizedWeights
 from ..routing.weighted_combine import weigh_slots
 from . import moe
 from .moe_layer import route_tokens
@@ -124,4 +124,6 @@ def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Ar
 
 
 def _values_of(w: jax.Array | QuantizedWeights) -> jax.Array:
+    if isinstance(w, FrozenWeights):
+        return w.dequantize()
     return w.values if isinstance(w, QuantizedWeights) else w

@@ -51,9 +51,12 @@ from .weights import (
     along_n,
     cotangent_of,
     format_of,
+    is_frozen,
     quantize_for_call,
     resolve_compute,
     saved,
+    saved_rows,
+    without_tokens,
 )
 
 Bias = Float[jax.Array, "G N"] | Float[jax.Array, " N"] | None
@@ -144,7 +147,7 @@ def _ffn_fwd(x, w1, w3, w2, group_ends, prob, biases, options: Options):
     rows, tokens = form.activation(x, group_ends)
     out, gate, up = _forward(rows, w1, w3, w2, group_ends, prob, biases, options)
     residuals = Saved(
-        x=NoValues(x.dtype) if tokens else form.saved(x),
+        x=NoValues(x.dtype) if tokens else saved_rows(x, w1, form),
         tokens=tokens,
         w1=saved(w1),
         w3=saved(w3),
@@ -179,9 +182,11 @@ def _ffn_bwd(options: Options, kept: Saved, grad):
     dgate, dup = (form.rows(x, ends, GRADIENT_HEADROOM) for x in (found.gate.rows, found.up.rows))
     weights = along_n(kept.w1, form), along_n(kept.w3, form)
     dx = form.mm_sum(dgate, weights[0], dup, weights[1], ends, kept.x.dtype, options.clear_rest)
-    tokens = kept.tokens or form.tokens(kept.x, ends)
-    dw1, dw3 = form.wgrad_pair(found.gate.tokens, found.up.tokens, tokens, ends, (kept.w1.dtype, kept.w3.dtype))
-    dw2 = form.wgrad(dout_tokens, found.hidden, ends, kept.w2.dtype)
+    dw1 = dw3 = dw2 = None
+    if not is_frozen(kept.w1):
+        tokens = kept.tokens or form.tokens(kept.x, ends)
+        dw1, dw3 = form.wgrad_pair(found.gate.tokens, found.up.tokens, tokens, ends, (kept.w1.dtype, kept.w3.dtype))
+        dw2 = form.wgrad(dout_tokens, found.hidden, ends, kept.w2.dtype)
     dx = MXArray.cotangent(dx) if isinstance(kept.x, MXArray) else dx
     dws = (cotangent_of(w, dw) for w, dw in ((kept.w1, dw1), (kept.w3, dw3), (kept.w2, dw2)))
     return dx, *dws, None, None if kept.prob is None else dprob, dbiases
@@ -214,7 +219,7 @@ def grouped_swiglu_ffn(
         x: (P, D) bfloat16 or float32, quantized here, once; or an MXArray, used as it is. The recipes "bf16" and
             "fp8_..." dequantize an MXArray.
         w1: (G, F, D), bfloat16 or float32; D and F are multiples of 32, unless the recipe is "bf16". Or its
-            QuantizedWeights, made with the same recipe, whose `values` get the gradient.
+            QuantizedWeights, made with the same recipe, whose `values` get the gradient; or frozen weights, all three.
         w3: Like w1.
         w2: (G, D, F), like w1.
         group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
@@ -264,6 +269,7 @@ def swiglu_ffn(
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
     of_products = _checked_biases(op, x, {"w1": w1, "w3": w3, "w2": w2}, Biases.check(op, biases), recipe)
+    recipe = without_tokens(recipe, w1)
     group_ends = ends_of(op, group_ends, group_sizes, x, w1.shape[0])
     if prob is not None:
         check_shape(op, "prob", prob, x.shape[:1], "one weight per row", "float32")
@@ -295,6 +301,10 @@ def _checked_biases(op: str, x: Any, weights: dict[str, Any], biases: Biases, re
         if weights[name].shape != shape:
             got = f"shape {weights[name].shape}"
             fail(ValueError, op, name, got, f"allowed: {shape}, of x (P, D) and w1 (G, F, D)")
+    for name in ("w3", "w2"):
+        if is_frozen(weights[name]) != is_frozen(weights["w1"]):
+            got, allowed = "an array next to frozen weights, or the reverse", "allowed: w1, w3 and w2 frozen, or none"
+            fail(ValueError, op, name, got, allowed)
     if recipe.operands != "bf16":
         require_multiple(op, "w1", hidden, BLOCK, "dim 1, F,", "the w2 product quantizes along it")
     sides = zip(biases._fields, biases, (hidden, hidden, dim), strict=True)

@@ -40,9 +40,12 @@ from .weights import (
     check_weights,
     cotangent_of,
     format_of,
+    is_frozen,
     quantize_for_call,
     resolve_compute,
     saved,
+    saved_rows,
+    without_tokens,
 )
 
 
@@ -81,9 +84,8 @@ def _grouped_mm_fwd(x, w, group_ends, bias, options: Options):
     rows, tokens = form.activation(x, group_ends)
     w = quantize_for_call(w, form, backward)
     out = _grouped_mm(rows, w, group_ends, bias, options)
-    return out, Saved(
-        NoValues(x.dtype) if tokens else form.saved(x), tokens, saved(w, options.layout), group_ends, bias
-    )
+    kept = NoValues(x.dtype) if tokens else saved_rows(x, w, form)
+    return out, Saved(kept, tokens, saved(w, options.layout), group_ends, bias)
 
 
 def _grouped_mm_bwd(options: Options, residuals: Saved, grad):
@@ -93,9 +95,11 @@ def _grouped_mm_bwd(options: Options, residuals: Saved, grad):
     dout, dout_tokens = form.gradient(grad, group_ends)
     w_n = along_n(w, form, layout)
     dx = form.mm(form.rows(dout, group_ends), w_n, group_ends, x.dtype, clear_rest=options.clear_rest)
-    tokens = tokens or form.tokens(x, group_ends)
-    a, b = (dout_tokens, tokens) if layout == "GNK" else (tokens, dout_tokens)
-    dw = form.wgrad(a, b, group_ends, w.dtype)
+    dw = None
+    if not is_frozen(w):
+        tokens = tokens or form.tokens(x, group_ends)
+        a, b = (dout_tokens, tokens) if layout == "GNK" else (tokens, dout_tokens)
+        dw = form.wgrad(a, b, group_ends, w.dtype)
     dx = MXArray.cotangent(dx) if isinstance(x, MXArray) else dx
     return dx, cotangent_of(w, dw), None, dbias
 
@@ -150,7 +154,8 @@ def grouped_mm(
         x: (M, K) bf16 or fp32, quantized here along K; or an MXArray, used as it is. The recipes "bf16" and "fp8_..."
             dequantize an MXArray.
         w: (G, N, K) bf16 or fp32, as a linear layer stores it; or its QuantizedWeights, made with the same recipe,
-            whose `values` get the gradient. K and N are multiples of 32, unless the recipe is "bf16".
+            whose `values` get the gradient; or frozen weights. K and N are multiples of 32, unless the recipe is
+            "bf16".
         group_ends: (G,) int32, the end of each group of rows; or the RowMap or Route that laid the rows out, which has
             them. Rows past the last end give zeros. An eager call warns if these are more than half of the rows.
         recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
@@ -189,6 +194,7 @@ def grouped_mm(
     check_type(op, "mx_grad", mx_grad, bool)
     check_type(op, "pad_token_groups", pad_token_groups, bool)
     check_operands(op, x, {"w": w}, recipe, "(M, K) and (G, N, K)")
+    recipe = without_tokens(recipe, w)
     group_ends = ends_of(op, group_ends, group_sizes, x, w.shape[0])
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])

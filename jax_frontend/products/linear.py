@@ -29,6 +29,7 @@ from ..ops.mx_array import differentiated, values_of
 from ..ops.shapes import Float
 from .forms.form import AddedBias, Format
 from .weights import (
+    Layout,
     NoValues,
     QuantizedWeights,
     Weights,
@@ -42,7 +43,7 @@ from .weights import (
     saved,
 )
 
-LAYOUT = "GKN"
+LAYOUT: Layout = "GKN"
 """The dims of the weights, one group of them, and of their gradient."""
 
 
@@ -161,7 +162,7 @@ def checked_dense(
     """`dense` with its checks, in the name of `op`."""
     recipe = resolve_compute(op, recipe)
     check_floats(op, "x", x)
-    check_weights(op, "w", w, recipe)
+    check_weights(op, "w", w, recipe, LAYOUT)
     if isinstance(w, QuantizedWeights):
         if w.ndim != 3 or w.shape[0] != 1:
             fail(ValueError, op, "w", f"QuantizedWeights {w.shape}", "allowed: quantize_weights(w[None]) of w (K, N)")

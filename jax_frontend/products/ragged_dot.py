@@ -71,7 +71,7 @@ def ragged_dot_mxfp8(
         fail(NotImplementedError, op, "out_sharding", repr(out_sharding), allowed)
     group_sizes = getattr(group_sizes, "value", group_sizes)  # of tokamax
     check_floats(op, "lhs", lhs)
-    check_weights(op, "rhs", rhs, recipe)
+    check_weights(op, "rhs", rhs, recipe, "GKN")
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[1]:
         fail(ValueError, op, "lhs, rhs", f"shapes {lhs.shape}, {rhs.shape}", "allowed: (M, K) and (G, K, N)")
     ends = ends_of_sizes(op, group_sizes, lhs.shape[0], rhs.shape[0], "rhs")

@@ -7,6 +7,9 @@
 A differentiated call makes both from one read of w and keeps the second for its backward; any other call makes the
 first alone. A caller that quantizes once for several calls holds the result of `quantize_weights`.
 
+Frozen weights have the bytes along the last dim alone, without a gradient. A backward dequantizes them and quantizes
+the values along N, so its input gradient is the gradient of a call with these values as weights.
+
 Form "mx" on sm_90 dequantizes these bytes and multiplies bf16, and QuantizedWeights there hold the dequantized values.
 Weights of layout (G, K, N) swap the two: along N they are read as stored, along K the kernel transposes them.
 """
@@ -23,10 +26,12 @@ from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import fail, require_multiple
 from ...core_kernels.policy.recipe import RECIPES, Form, Recipe
+from .. import ops
 from ..ops import device
-from ..ops.checks import check_floats
+from ..ops.checks import check_floats, check_type
+from ..ops.mx_array import MXArray
 from ..ops.shapes import Float
-from .forms.form import Format, FormatType, WeightOperands
+from .forms.form import Format, FormatType, WeightOperands, as_bf16
 
 Layout = Literal["GNK", "GKN"]
 """The dims of weights and of their gradient; a linear layer stores (G, N, K)."""
@@ -139,6 +144,55 @@ class NoValues:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class FrozenWeights(QuantizedWeights):
+    """Weights without a gradient, 1.03 bytes each; made by `quantize_weights(frozen=True)`.
+
+    Attributes:
+        values: their dtype alone.
+        as_stored: q and sf (uint8) along the last dim.
+        transposed: None.
+        form: "mx"; folded products fold these bytes.
+        rounding: of the scales.
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.as_stored[0].shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dequantize(self) -> jax.Array:
+        """Return the values.
+
+        Returns:
+            (G, N, K) bf16.
+
+        Example:
+            >>> quantize_weights(jnp.ones((2, 32, 64)), frozen=True).dequantize().shape
+            (2, 32, 64)
+        """
+        return as_bf16(self.as_stored)
+
+    def with_values(self, values: jax.Array) -> "QuantizedWeights":
+        """Raise TypeError: frozen weights have no gradient.
+
+        Args:
+            values: of any type.
+
+        Raises:
+            TypeError: always.
+        """
+        allowed = "allowed: weights of quantize_weights without frozen=True"
+        fail(TypeError, "with_values", "values", "an array for frozen weights", allowed)
+
+    def cotangent(self, grad: None) -> Any:
+        return dataclasses.replace(self, as_stored=None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class _CallWeights(QuantizedWeights):
     """The bytes of an array for one call and its backward. Their cotangent is the array's."""
 
@@ -160,7 +214,7 @@ def quantize_for_call(w: Weights, form: Format, backward: bool) -> Weights:
 
 def saved(w: Weights, layout: Layout = "GNK") -> Weights:
     """The part of w that a backward reads: of quantized weights the bytes along N, and the dtype of the values."""
-    if not isinstance(w, QuantizedWeights) or w.as_stored is None:
+    if not isinstance(w, QuantizedWeights) or w.as_stored is None or is_frozen(w):
         return w
     values = cast(jax.Array, NoValues(w.dtype))
     if layout == "GNK":
@@ -168,12 +222,28 @@ def saved(w: Weights, layout: Layout = "GNK") -> Weights:
     return dataclasses.replace(w, values=values, transposed=None)
 
 
-def cotangent_of(w: Weights, grad: jax.Array) -> Any:
-    """The cotangent of w, as returned by `saved`, from its gradient."""
+def saved_rows(x: Any, w: Weights, form: Format) -> Any:
+    """The part of x that a backward reads: for a weight gradient its values, otherwise its dtype."""
+    return NoValues(x.dtype) if is_frozen(w) and not isinstance(x, MXArray) else form.saved(x)
+
+
+def is_frozen(w: Weights) -> bool:
+    return isinstance(w, FrozenWeights)
+
+
+def without_tokens(recipe: Recipe, w: Weights) -> Recipe:
+    """The recipe of a product with w. Without a weight gradient no tokens are quantized, and no groups padded."""
+    return dataclasses.replace(recipe, wgrad_with_hp=True) if is_frozen(w) else recipe
+
+
+def cotangent_of(w: Weights, grad: Any) -> Any:
+    """The cotangent of w, as returned by `saved`, from its gradient; of frozen weights from None."""
     return w.cotangent(grad) if isinstance(w, QuantizedWeights) else grad
 
 
-def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+def quantize_weights(
+    w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8", *, frozen: bool = False
+) -> QuantizedWeights:
     """Quantize w along both of its last dims, for all calls until w changes.
 
     Quantize once per optimizer step outside of `jax.grad`. Inside, insert the parameter, which gets the gradient:
@@ -189,17 +259,23 @@ def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8
     float0, and zeros to dequantized values. The device of this call decides what compute "auto" is. Works under jit,
     shard_map and remat, and for a differentiated w.
 
+    Frozen weights take 1.03 bytes and no gradient, and nothing refers to w. Every MXFP8 recipe multiplies them, and
+    recipe "bf16" multiplies their values. The forward is bitwise the forward of w. The input gradient is bitwise the
+    gradient of a call with `.dequantize()` of the result as weights.
+
     Args:
         w: (G, N, K) bf16 or fp32, as a linear layer stores it; N and K multiples of 32. `grouped_mm`,
             `ragged_dot_mxfp8`, `grouped_swiglu_ffn` and `moe.apply` take the result in place of w, with a recipe of the
             same form and rounding.
         recipe: a `Recipe` or its name.
+        frozen: for weights that get no gradient, such as the base of LoRA; with an MXFP8 recipe. `grouped_mm`,
+            `grouped_swiglu_ffn` and `moe.apply` take them.
 
     Returns:
-        The bytes along the last dim and along dim 1, and w.
+        The bytes along the last dim and along dim 1, and w. If frozen, the bytes along the last dim.
 
     Raises:
-        ValueError: shape.
+        ValueError: shape, a recipe without MXFP8 operands if frozen.
         TypeError: dtype.
 
     Example:
@@ -210,18 +286,32 @@ def quantize_weights(w: Float[jax.Array, "G N K"], recipe: Recipe | str = "mxfp8
     check_floats(op, "w", w)
     if w.ndim != 3:
         fail(ValueError, op, "w", f"shape {w.shape}", "allowed: (G, N, K)")
+    check_type(op, "frozen", frozen, bool)
+    if frozen and not recipe.mx:
+        fail(ValueError, op, "recipe", f"{recipe.name!r} with frozen=True", "allowed: one with operands 'mxfp8'")
     form = format_of(recipe)
     if not form.quantizes:
         return QuantizedWeights(w, None, None, form.name, recipe.rounding)
     require_multiple(op, "w", w.shape[1], BLOCK, "dim 1", "the input gradient quantizes along it")
     require_multiple(op, "w", w.shape[2], BLOCK, "dim 2", "the product quantizes along it")
+    if frozen:
+        q, sf = ops.quantize_row(lax.stop_gradient(w), rounding=recipe.rounding)
+        return FrozenWeights(cast(jax.Array, NoValues(w.dtype)), (q, sf), None, "mx", recipe.rounding)
     as_stored, transposed = map(form.rows, form.weights(lax.stop_gradient(w)))  # MX as this device multiplies it
     return QuantizedWeights(w, as_stored, transposed, form.name, recipe.rounding)
 
 
-def check_weights(op: str, argument: str, w: object, recipe: Recipe) -> None:
+def check_weights(op: str, argument: str, w: object, recipe: Recipe, layout: Layout = "GNK") -> None:
     """Raise TypeError unless w is a float array or QuantizedWeights, ValueError for QuantizedWeights of another form or
-    rounding."""
+    rounding, and for frozen weights in the other layout or with a recipe that does not multiply them."""
+    if isinstance(w, FrozenWeights):
+        if layout == "GKN":
+            allowed = "allowed: an array, QuantizedWeights; grouped_mm takes frozen weights, (G, N, K)"
+            fail(ValueError, op, argument, "frozen weights", allowed)
+        if recipe.operands not in ("mxfp8", "bf16"):
+            got, allowed = f"frozen weights with recipe {recipe.name!r}", "allowed: operands 'mxfp8' or 'bf16'"
+            fail(ValueError, op, argument, got, allowed)
+        return
     if not isinstance(w, QuantizedWeights):
         check_floats(op, argument, w, " or QuantizedWeights")
         return
@@ -246,10 +336,14 @@ def along_n(w: Weights, form: Format, layout: Layout = "GNK") -> Any:
 def _as_stored(w: Weights, form: Format) -> Any:
     if not isinstance(w, QuantizedWeights):
         return form.along_rows(w)
+    if isinstance(w, FrozenWeights):
+        return form.along_rows(w.as_stored if form.quantizes else w.dequantize())
     return form.along_rows(w.values) if w.as_stored is None else w.as_stored
 
 
 def _transposed(w: Weights, form: Format) -> Any:
     if not isinstance(w, QuantizedWeights):
         return form.along_columns(w)
+    if isinstance(w, FrozenWeights):
+        return form.along_columns(w.dequantize())
     return form.along_columns(w.values) if w.transposed is None else w.transposed

@@ -30,6 +30,7 @@ PAGES = (
     "docs/guides/choose_exchange.md",
     "docs/guides/choose_recipe.md",
     "docs/guides/linear.md",
+    "docs/guides/lora.md",
     "docs/guides/memory.md",
     "docs/guides/metrics.md",
     "docs/guides/routing.md",

@@ -120,7 +120,7 @@ def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Fil
     if filter_fn is not None and not callable(filter_fn):
         fail(TypeError, OP, "filter_fn", repr(filter_fn), "allowed: filter_fn(module, name) -> bool, or None")
     recipe = Recipe.parse(recipe)
-    known = {name: (m, adapter) for name, m in model.named_modules() if (adapter := _adapter(m)) is not None}
+    known = {name: (m, adapter) for name, m in model.named_modules() if (adapter := adapter_of(m)) is not None}
     if not known:
         allowed = "allowed: experts of mxep, of transformers or of torchtitan"
         fail(ValueError, OP, "model", f"{type(model).__name__} without such experts", allowed)
@@ -137,7 +137,7 @@ def convert_moe(model: nn.Module, recipe: Recipe | str = "mxfp8", filter_fn: Fil
     return ConversionReport(recipe, rows, tuple(_others(model, chosen)))
 
 
-def _adapter(module: Any) -> _Adapter | None:
+def adapter_of(module: Any) -> _Adapter | None:
     """How a module's experts are converted; None without experts."""
     if isinstance(module, GroupedExperts):
         return _Adapter("mxep", "kernel", module.w2, False, ("w1", "w3", "w2"), None)

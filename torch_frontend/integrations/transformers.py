@@ -15,6 +15,7 @@ from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.recipe import RECIPES, Recipe
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
+from ..ops.mx_tensor import MXTensor
 from .packed_experts import PackedExperts, packed_experts
 
 try:
@@ -109,15 +110,23 @@ def _check_sizes(op: str, packed: PackedExperts) -> None:
             fail(ValueError, op, "set_experts_implementation", got, allowed)
 
 
+def implementation_of(module: Any) -> dict[str, Any] | None:
+    """The options of the implementation that an experts module runs; None unless `register_experts` made it."""
+    name = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    run: Any = ALL_EXPERTS_FUNCTIONS.get(name)
+    return run.keywords if getattr(run, "func", None) is experts_forward else None
+
+
 def packed_weights(module: Any) -> PackedExperts:
     """The weights of a module decorated with `use_experts_implementation`, which has the decorator's options as
-    attributes."""
+    attributes. Frozen ones, MXTensors, are not transposed: `freeze_weights` quantizes along the dim of the product."""
     first = module.gate_up_proj if module.has_gate else module.up_proj
     first_bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
     down_bias = module.down_proj_bias if module.has_bias else None
     norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
     gate, interleaved = _gate_of(module), not module.is_concatenated
-    return PackedExperts(first, module.down_proj, first_bias, down_bias, gate, module.is_transposed, interleaved, norm)
+    transposed = module.is_transposed and not isinstance(module.down_proj, MXTensor)
+    return PackedExperts(first, module.down_proj, first_bias, down_bias, gate, transposed, interleaved, norm)
 
 
 def _gate_of(module: Any) -> Any:
@@ -156,4 +165,5 @@ def llama4_weights(module: Any) -> PackedExperts:
         return up * experts.act_fn(gate)
 
     activation = PLAIN if is_silu(experts.act_fn) else gate
-    return PackedExperts(experts.gate_up_proj, experts.down_proj, None, None, activation, transposed=True)
+    transposed = not isinstance(experts.down_proj, MXTensor)
+    return PackedExperts(experts.gate_up_proj, experts.down_proj, None, None, activation, transposed)

@@ -12,6 +12,7 @@ from ...core_kernels.policy.numerics import NumericsReport, report
 from .. import ops
 from ..ops.call import require_tensor
 from ..ops.checks import check_plain
+from ..ops.mx_tensor import dequantized
 from ..products.forms.form import AddedBias
 from ..products.forms.mx import MX, MXForm
 from ..routing.weighted_combine import weigh_slots
@@ -85,7 +86,7 @@ def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> Numerics
         ops, lambda t: t.cpu().numpy(), product, recipe, experts.activation.attributes,
         x=ops.permute_mx(packed, from_P), dout=dout_P.to(torch.bfloat16),
         prob=prob_P if router.prob_in == "swiglu" else prob_P[:0], ends=ends,
-        weights=(experts.w1, experts.w3, experts.w2), biases=(experts.b1, experts.b3),
+        weights=tuple(map(dequantized, (experts.w1, experts.w3, experts.w2))), biases=(experts.b1, experts.b3),
     )  # fmt: skip
 
 

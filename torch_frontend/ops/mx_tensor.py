@@ -373,7 +373,7 @@ def dequantized(x: Tensor) -> Tensor:
     return _values(x, x.orig_dtype) if isinstance(x, MXTensor) else x
 
 
-# The operations that autograd and its tools apply to a value: save, alias, add two gradients, cast, move, inspect.
+# The operations that autograd, its tools and modules apply: save, alias, add two gradients, cast, move, load, inspect.
 
 
 def _of_parts(func: Any, mx: MXTensor, dtype: torch.dtype) -> MXTensor:
@@ -386,10 +386,11 @@ def _same(func: Any, mx: MXTensor, *args: Any, **kwargs: Any) -> MXTensor:
 
 
 def _view(func: Any, mx: MXTensor, size: Sequence[int]) -> MXTensor:
-    if tuple(size) != tuple(mx.shape):
-        allowed = f"allowed: {tuple(mx.shape)}; call .dequantize() to reshape"
+    k = mx.shape[-1]
+    if list(size[-1:]) != [k]:
+        allowed = f"allowed: sizes that end with {k}; call .dequantize() to reshape"
         fail(NotImplementedError, str(func), "size", tuple(size), allowed)
-    return _same(aten.alias.default, mx)
+    return mx_rows(mx.q.view(size), mx.sf.view([*size[:-1], k // BLOCK]), mx.orig_dtype)
 
 
 def _add(func: Any, a: Any, b: Any, **kwargs: Any) -> Tensor:
@@ -417,6 +418,22 @@ def _to_copy(
     return _of_parts(moved, mx, dtype or mx.orig_dtype)
 
 
+def _copy(func: Any, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Of `load_state_dict`: bytes to bytes, or their values to a plain tensor."""
+    if not isinstance(to, MXTensor):
+        return func(to, dequantized(source), non_blocking)
+    if not isinstance(source, MXTensor):
+        allowed = "allowed: an MXTensor, or MXTensor.quantize(values) of plain values"
+        fail(NotImplementedError, str(func), "source", f"dtype {source.dtype}", allowed)
+    func(to.q, source.q, non_blocking)
+    func(to.sf, source.sf, non_blocking)
+    return to
+
+
+def _of_bytes(func: Any, mx: MXTensor, *args: Any) -> Any:
+    return func(mx.q, *args)
+
+
 def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*map(dequantized, args), **kwargs)
 
@@ -426,10 +443,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     aten.alias.default: _same,
     aten.clone.default: _same,
     aten.view.default: _view,
+    aten.copy_.default: _copy,
+    aten.is_pinned.default: _of_bytes,
     aten.add.Tensor: _add,
     aten.add_.Tensor: _add,
     aten._to_copy.default: _to_copy,
-    # Hooks and anomaly detection apply these to the values of a gradient.
+    # Hooks and anomaly detection apply these to the values of a gradient; PEFT applies the last one to a weight.
     **dict.fromkeys(
         (
             aten.isnan.default,
@@ -454,6 +473,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
             aten.std.correction,
             aten.var.correction,
             aten.count_nonzero.default,
+            aten.baddbmm.default,
         ),
         _on_values,
     ),

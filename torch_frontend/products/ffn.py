@@ -318,7 +318,7 @@ def grouped_swiglu_ffn(
         x: (P, D) bfloat16 or float32, quantized here, once; or an MXTensor, used as it is. The recipes "bf16" and
             "fp8_..." dequantize an MXTensor.
         w1: (G, F, D), contiguous, bfloat16 or float32; D and F are multiples of 32. Or its QuantizedWeights, whose
-            `values` get the gradient.
+            `values` get the gradient; or frozen weights, an MXTensor.
         w3: Like w1.
         w2: (G, D, F), like w1.
         group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out,

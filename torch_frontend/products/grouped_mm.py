@@ -179,7 +179,7 @@ def grouped_mm(
             "fp8_..." dequantize an MXTensor.
         w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it, or the transpose of a contiguous (G,
             K, N), w.mT; neither is copied, except the second by "fp8_rowwise". Or its QuantizedWeights, whose `values`
-            get the gradient. K and N are multiples of 32.
+            get the gradient; or frozen weights, an MXTensor. K and N are multiples of 32.
         group_ends: (G,) int32 or int64, the end of each group of rows; or the RowMap or Route that laid the rows out,
             which has them. Rows past the last end give zeros. A UserWarning tells where these are more than half of the
             rows.

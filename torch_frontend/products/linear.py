@@ -43,7 +43,7 @@ from ..ops.call import FLOATS, require_tensor
 from ..ops.checks import check_autocast, check_floats, check_plain, out_dtype_of
 from ..ops.differentiable import differentiable, save, saved_by
 from ..ops.launch import check_devices
-from ..ops.mx_tensor import dequantized
+from ..ops.mx_tensor import MXTensor, dequantized
 from ..ops.private import version_of
 from .forms.form import AddedBias, Format, Operands
 from .grouped_mm import MMBackward, MMCall, MMNeeds, MMSaved
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         needs, form, whole = MMNeeds._make(ctx.needs_input_grad[:3]), call.options.form, call.options.whole_blocks
         rows_x, both = x.reshape(-1, x.shape[-1]), needs.x and outlives_forward(w)
-        rows, w = rows_x.shape[0], w[None]
+        rows, w = rows_x.shape[0], w.view(1, *w.shape)
         given = _in_whole_blocks(rows_x) if whole and rows % BLOCK else rows_x
         ends = _one_end(given.shape[0], x.device)
         if shared is None:
@@ -175,7 +175,8 @@ def linear(
         x: (..., K) bfloat16 or float32, any strides and any number of rows; quantized here along K. With a number of
             rows that is no multiple of 32, recipe "mxfp8" copies x and the gradient for the weight gradient.
         w: (N, K) bfloat16 or float32, contiguous, as `torch.nn.Linear` stores it, or the transpose of a contiguous (K,
-            N). Or `quantize_weights(w[None])`, whose `values` get the gradient. K and N are multiples of 32.
+            N). Or `quantize_weights(w[None])`, whose `values` get the gradient; or frozen weights, an MXTensor (N, K).
+            K and N are multiples of 32.
         bias: (N,) bfloat16 or float32; or None. It is added to the fp32 sums, before the rounding to out_dtype.
         recipe: a `Recipe` or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
         out_dtype: "bfloat16" or "float32", or the torch.dtype. None: x's, or bfloat16 within torch.autocast to it. The
@@ -219,13 +220,17 @@ def checked_linear(
             fail(ValueError, op, "w", f"QuantizedWeights of {w.shape[0]} groups", allowed)
         values, cached = values_and_cached(w)
         values = values[0]
+    elif isinstance(w, MXTensor):
+        values, cached = w.view(w.shape[1:]) if w.dim() == 3 and w.shape[0] == 1 else w, None
+        check_floats(op, "w", values)
     else:
         check_floats(op, "w", w)
         check_plain(op, "w", w)
         values, cached = w, None
     options = ProductOptions.of(recipe, x.device, False, torch.is_grad_enabled() and values.requires_grad)
-    if cached is not None:
-        check_weights(op, "w", w, options.form, recipe.rounding)
+    if isinstance(w, QuantizedWeights | MXTensor):
+        grouped = values.view(1, *values.shape) if isinstance(w, MXTensor) else w
+        check_weights(op, "w", grouped, options.form, recipe.rounding)
     n, k = values.shape
     if not x.dim() or x.shape[-1] != k:
         fail(ValueError, op, "x", f"shape {tuple(x.shape)}", f"allowed: (..., {k}), the K of w (N, K)")

@@ -8,12 +8,15 @@ Form "mx" on sm_90 dequantizes these bytes and multiplies bf16. Form "bf16" quan
 A call quantizes its weights, and the bytes along N live until its backward. The next call starts again: no version
 counter sees a write through `.data`, by a collective or by another process, so a cache could be stale. A caller that
 quantizes once for several microbatches, an evaluation or serving holds the result of `quantize_weights`.
+
+Frozen weights are an MXTensor: the bytes along K alone, without a gradient. A backward dequantizes them and quantizes
+the values along N, so its input gradient is the gradient of a call with these values as weights.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +26,8 @@ from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.recipe import Form, Recipe
-from ..ops.checks import check_bias, check_floats
+from ..ops import direct as ops
+from ..ops.checks import check_bias, check_flag, check_floats
 from ..ops.device import arch_of
 from ..ops.launch import check_devices
 from ..ops.mx_tensor import MXTensor
@@ -35,6 +39,8 @@ FORMS: dict[Form, FormatType] = {
     name: import_module(f".forms.{name.partition('_')[0]}", __package__).FORM for name in get_args(Form)
 }
 """A form is in the file of the first word of its name."""
+FROZEN: tuple[Form, ...] = ("mx", "fold", "bf16")
+"""Forms that multiply an MXTensor as weights."""
 
 
 def format_of(recipe: Recipe, device: torch.device) -> Format:
@@ -109,10 +115,14 @@ class QuantizedWeights:
 
 Weights = Tensor | QuantizedWeights
 Cached = WeightOperands | None
-"""The operands of QuantizedWeights; None for a plain weight."""
+"""The operands of QuantizedWeights; None for a plain weight and for an MXTensor."""
 
 
-def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeights:
+@overload
+def quantize_weights(w: Tensor, recipe: Recipe | str = ..., *, frozen: Literal[False] = ...) -> QuantizedWeights: ...
+@overload
+def quantize_weights(w: Tensor, recipe: Recipe | str = ..., *, frozen: Literal[True]) -> MXTensor: ...
+def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8", *, frozen: bool = False) -> QuantizedWeights | MXTensor:
     """Quantize w along both of its last dims, for all calls until w changes.
 
     `grouped_mm` and `grouped_swiglu_ffn` take the result in place of w, with a recipe of the same form and rounding,
@@ -122,12 +132,18 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
     The bytes take 2.06 bytes per weight; 4 for exact products on Hopper, which multiply dequantized weights. The device
     of w decides what compute "auto" is.
 
+    Frozen weights take 1.03 bytes and no gradient, and nothing refers to w. Every MXFP8 recipe multiplies them, and
+    recipe "bf16" multiplies their values. The forward is bitwise the forward of w. The input gradient is bitwise the
+    gradient of a call with `.dequantize()` of the result as weights.
+
     Args:
         w: (G, N, K) bfloat16 or float32, contiguous, as a linear layer stores it; K and N multiples of 32.
         recipe: a `Recipe` or its name.
+        frozen: return an `MXTensor`, for weights that get no gradient, such as the base of LoRA; with an MXFP8 recipe.
+            `integrations.frozen.freeze_weights` does this for the layers of a model.
 
     Returns:
-        The bytes along K and along N, and w.
+        The bytes along K and along N, and w. If frozen, an MXTensor (G, N, K), the bytes along K.
 
     Raises:
         ValueError: shape, layout.
@@ -138,14 +154,21 @@ def quantize_weights(w: Tensor, recipe: Recipe | str = "mxfp8") -> QuantizedWeig
         >>> quantized = quantize_weights(w)
         >>> quantized.as_stored.sf.shape, quantized.transposed.sf.shape
         (torch.Size([2, 32, 2]), torch.Size([2, 64, 1]))
+        >>> quantize_weights(w, frozen=True)
+        MXTensor(shape=(2, 32, 64), orig_dtype=torch.float32, device=cpu)
     """
     op, recipe = "quantize_weights", Recipe.parse(recipe)
+    check_flag(op, "frozen", frozen)
     check_float_weights(op, "w", w)
+    if frozen and not recipe.mx:
+        fail(ValueError, op, "recipe", f"{recipe.name!r} with frozen=True", "allowed: one with operands 'mxfp8'")
     for dim in (1, 2):
         if w.shape[dim] % BLOCK and recipe.operands != "bf16":
             fail(ValueError, op, "w", f"dim {dim} = {w.shape[dim]}", f"allowed: multiples of {BLOCK}")
     if not w.is_contiguous():
         fail(ValueError, op, "w", f"strides {w.stride()}", "allowed: a contiguous (G, N, K)")
+    if frozen:
+        return MXTensor.quantize(w.detach(), recipe.rounding)
     form = format_of(recipe, w.device)
     operands = form.weights(w.detach()) if form.quantizes else WeightOperands()
     return QuantizedWeights(w, operands.along_k, operands.along_n, form.name, recipe.rounding)
@@ -156,14 +179,22 @@ def check_float_weights(op: str, argument: str, w: object) -> None:
     if isinstance(w, DTensor):
         fail(TypeError, op, argument, "a DTensor", "allowed: this rank's part of it: .to_local()")
     if isinstance(w, MXTensor):
-        fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 weights, or quantize_weights(w)")
+        fail(TypeError, op, argument, "an MXTensor", "allowed: bfloat16 or float32 weights")
     check_floats(op, argument, cast(Tensor, w), 3)
 
 
 def check_weights(op: str, argument: str, w: object, form: Format, rounding: Rounding) -> None:
-    """Raise TypeError unless w is a float tensor or QuantizedWeights, ValueError for QuantizedWeights of another form
-    or rounding."""
-    if not isinstance(w, QuantizedWeights):
+    """Raise TypeError unless w is a float tensor, an MXTensor or QuantizedWeights, ValueError for QuantizedWeights of
+    another form or rounding, and for an MXTensor that requires a gradient or that the form does not multiply."""
+    if isinstance(w, MXTensor):
+        check_floats(op, argument, w, 3)
+        if w.requires_grad:
+            allowed = "allowed: requires_grad=False, MXFP8 weights are frozen; or bfloat16 or float32 weights"
+            fail(ValueError, op, argument, "an MXTensor that requires a gradient", allowed)
+        if form.name not in FROZEN:
+            allowed = "allowed: with recipe 'mxfp8', 'mxfp8_wgrad_with_hp' or 'bf16'"
+            fail(ValueError, op, argument, f"an MXTensor for form {form.name!r}", allowed)
+    elif not isinstance(w, QuantizedWeights):
         check_float_weights(op, argument, w)
     elif w.form != form.name or (form.quantizes and w.rounding != rounding):
         got = f"QuantizedWeights of form {w.form!r} with {w.rounding.name}"
@@ -217,6 +248,10 @@ def outlives_forward(w: Tensor) -> bool:
     return not owner.is_leaf or owner.is_inference() or (has_version and version_of(owner) > 0)
 
 
+def _frozen_values(w: MXTensor) -> Tensor:
+    return ops.dequantize(*w.contiguous_parts(), "bfloat16")
+
+
 def is_transpose(w: Tensor) -> bool:
     """Whether w (G, N, K) is the transpose of a contiguous (G, K, N), whose operands are w's operands, exchanged."""
     return not w.is_contiguous() and w.mT.is_contiguous()
@@ -228,6 +263,8 @@ def quantize_for_call(w: Tensor, cached: Cached, form: Format, both: bool) -> We
         return WeightOperands(w.gathered.along_k)  # the bytes along N are gathered for the backward, and not saved
     if cached is not None and cached.along_k is not None:
         return cached
+    if isinstance(w, MXTensor):
+        return WeightOperands(form.along_k(w if form.quantizes else _frozen_values(w)))
     transposed = is_transpose(w)
     if not both or not form.quantizes:
         return WeightOperands(form.along_n(w.mT) if transposed else form.along_k(w))
@@ -243,4 +280,6 @@ def along_n(w: Any, form: Format) -> Any:
         return w.gathered.along_n
     if not isinstance(w, Tensor):
         return w
+    if isinstance(w, MXTensor):
+        return form.along_n(_frozen_values(w))
     return form.along_k(w.mT) if is_transpose(w) else form.along_n(w)

@@ -162,7 +162,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "permute": {"x": X, **PERMUTED},
     "permute_mxfp8_fwd_hp_bwd": {"mx": MX, **PERMUTED},
     "plan_exchange": {"counts": COUNTS, "axis_name": None, "num_rows": M, "capacity": 40},
-    "quantize_weights": {"w": W, "recipe": "mxfp8"},
+    "quantize_weights": {"w": W, "recipe": "mxfp8", "frozen": False},
     "ragged_dot_mxfp8": {
         "lhs": X,
         "rhs": W.mT,
@@ -253,7 +253,7 @@ for _name, _op in ops.OPS.items():
 RECORDS = {
     "NumericsReport", "numerics_report", "MoEMetrics",
     "Capability", "Exchange", "ExpertOrder", "MXArray", "MXGradArray", "MoEStats", "QuantizedWeights", "RowMap",
-    "save_mx_rows",
+    "FrozenWeights", "save_mx_rows",
     "Recipe", "Rounding", "Route", "Routing", "TokenReplicas",
     "pack_expert_weights",  # tests/frontends/test_expert_blocks.py
 }  # fmt: skip

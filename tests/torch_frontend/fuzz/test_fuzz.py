@@ -79,7 +79,7 @@ SAME = {"ScaleCalculationMode", "_to_mxfp8_then_scaled_grouped_mm"}
 """Other names of what is in the table."""
 RUNS_AS = {"permute_q_sf": "permute_mx"}
 NO_ARGUMENTS = {"ops", "debug_checks", "RECIPES"}
-OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder", "convert_moe", "convert_linear"}
+OF_MODULES = {"shard_moe", "clip_grad_norm_", "MoERecorder", "convert_moe", "convert_linear", "freeze_weights"}
 """Their arguments are modules and meshes: test_fsdp.py, test_metrics.py, test_convert.py and
 test_convert_linear.py have the wrong ones."""
 OVER_RANKS = {"expert_parallel_ffn", "expert_parallel_mm", "PeerMemory"}
@@ -172,7 +172,7 @@ PUBLIC: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "b3": floats(2, 96), "b2": floats(2, 64), "interleaved": True, "transposed": False,
         },
     ),
-    "quantize_weights": (mt.quantize_weights, {"w": floats(2, 64, 32), "recipe": "mxfp8"}),
+    "quantize_weights": (mt.quantize_weights, {"w": floats(2, 64, 32), "recipe": "mxfp8", "frozen": False}),
     "QuantizedWeights.with_values": (
         lambda values: mt.quantize_weights(torch.ones(2, 64, 32)).with_values(values), {"values": floats(2, 64, 32)}
     ),

@@ -281,7 +281,7 @@ BAD = {
     "half": (TypeError, r"linear: x: got dtype torch.float16", (X.half(), W), {}),
     "half weights": (TypeError, r"linear: w: got dtype torch.float16", (X, W.half()), {}),
     "MX rows": (TypeError, r"linear: x: got an MXTensor", (MXTensor.quantize(X), W), {}),
-    "MX weights": (TypeError, r"linear: w: got an MXTensor", (X, MXTensor.quantize(W)), {}),
+    "MX weights": (ValueError, r"linear: w: got an MXTensor that", (X, MXTensor.quantize(W).requires_grad_()), {}),
     "groups": (ValueError, r"linear: w: got shape \(1, 96, 64\)", (X, W[None]), {}),
     "many groups": (ValueError, r"QuantizedWeights of 2 groups", (X, quantize_weights(torch.stack([W, W]))), {}),
     "another recipe": (ValueError, r"QuantizedWeights of form 'mx'", (X, quantize_weights(W[None])), {"recipe": FOLD}),

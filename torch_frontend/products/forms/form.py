@@ -104,7 +104,8 @@ class Format(Protocol):
     tokens: x along its rows, transposed. MX is along the tokens already; an operand is returned unchanged.
     activation: rows of x, and tokens where one read makes both. whole: whether a weight gradient reads whole blocks.
     gradient: rows and tokens of dout, whose groups are whole blocks.
-    along_k: the right operand (G, N, K) of a product over K, of w (G, N, K). along_n: (G, K, N), of a product over N.
+    along_k: the right operand (G, N, K) of a product over K, of w (G, N, K), an MXTensor too if the form quantizes.
+    along_n: (G, K, N), of a product over N.
     weights: both, in one read where a kernel makes both.
     hidden: rows of h, by the kernel that computes h if it can. swiglu_backward: what follows from `steps.dh`.
     mm: rows (M, K) x w (G, N, K) [+ bias] -> (M, N). mm_pair: of the same rows with two weights of one shape.

@@ -72,7 +72,7 @@ class MXForm(NamedTuple):
         return Operands(MX(q, sf), self._multiplied(MX(q_t, sf_t)))
 
     def along_k(self, w: Tensor) -> MX | Upcast:
-        return self._multiplied(MX(*ops.quantize_row(w.contiguous(), self.rounding)))
+        return self.rows(w)
 
     def along_n(self, w: Tensor) -> MX | Upcast:
         return self._multiplied(MX(*ops.quantize_col(w.contiguous(), self.rounding)))
