@@ -1,4 +1,4 @@
-"""`python -m benchmarks [gpu | linear | models | ep | ep_jax] [--only NAME,...]`: measure, print, record.
+"""`python -m benchmarks [gpu | linear | models | ep | ep_jax | fsdp] [--only NAME,...]`: measure, print, record.
 
 cases --check, interleaved timing--> Line --> the terminal, with the bar of the figure
                                           '-> results/<hardware>.jsonl, of a named commit only
@@ -18,9 +18,12 @@ from .cases.shapes import MoELayer, layer_named, of_layer
 from .figures import results
 
 # The module of a section is imported when it runs: importing JAX for a GPU takes its memory.
-SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax", "ep_alternating")
+SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax", "ep_alternating", "fsdp")
 FRONTENDS = ("torch", "jax")
-ONE_GPU, RANKS = ("gpu", "linear", "models"), ("ep", "ep_jax", "ep_alternating")
+ROUTED = ("ep", "ep_jax", "ep_alternating")
+ONE_GPU, RANKS = ("gpu", "linear", "models"), (*ROUTED, "fsdp")
+TORCHRUN = ("ep", "fsdp")
+"""Sections whose ranks are processes of torchrun."""
 
 
 def _commit(text: str) -> str:
@@ -44,11 +47,12 @@ def _ranks(section: str) -> int:
     """The GPUs of a section."""
     if section in ("ep_jax", "ep_alternating"):
         return import_module(f".{section}", __package__).ranks()
-    return int(os.environ.get("WORLD_SIZE", "1")) if section == "ep" else 1
+    return int(os.environ.get("WORLD_SIZE", "1")) if section in TORCHRUN else 1
 
 
 def _module(section: str, frontend: str) -> Any:
-    return import_module(f".models.{frontend}_steps" if section == "models" else f".{section}", __package__)
+    steps = {"models": frontend, "fsdp": "fsdp"}
+    return import_module(f".models.{steps[section]}_steps" if section in steps else f".{section}", __package__)
 
 
 def unknown_names(only: Sequence[str], sections: Sequence[str], frontend: str = FRONTENDS[0]) -> str:
@@ -95,9 +99,9 @@ def main() -> None:
         parser.error(f"--shape: got section {', '.join(sorted(fixed))}; allowed: gpu")
 
     options = {} if args.routing is None else {"routing": args.routing}
-    if options and (not args.sections or not set(args.sections) <= set(RANKS)):
+    if options and (not args.sections or not set(args.sections) <= set(ROUTED)):
         got = ", ".join(args.sections) or "no section"
-        parser.error(f"--routing: got {got}; allowed: {', '.join(RANKS)}")
+        parser.error(f"--routing: got {got}; allowed: {', '.join(ROUTED)}")
 
     if args.frontend and (other := set(args.sections or ["gpu"]) - {"models"}):
         parser.error(f"--frontend: got section {', '.join(sorted(other))}; allowed: models")
@@ -106,8 +110,10 @@ def main() -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
-    if "ep" in args.sections and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
-        list(import_module(".ep", __package__).lines(args.only, **options))
+    by_torchrun = [section for section in args.sections if section in TORCHRUN]
+    if by_torchrun and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
+        for section in by_torchrun:
+            list(_module(section, FRONTENDS[0]).lines(args.only, **options))
         leave()
         return
     gpu, sections, frontend = results.gpu_name(), args.sections or ["gpu"], args.frontend or FRONTENDS[0]
@@ -143,7 +149,7 @@ def main() -> None:
             print("not recorded: a shape of your own; --out FILE records it there")
         else:
             print("not recorded: the working tree differs from its commit; commit first, or pass --commit without git")
-    if "ep" in sections:
+    if by_torchrun:
         leave()
 
 

@@ -59,8 +59,8 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
     only: names of kinds, recipes, sizes, of peer memory or deduplications; of a sort that is not named all. routing: of
     ROUTINGS, for all candidates.
     """
-    device = _device()
-    _join(device)
+    device = rank_device()
+    join("ep", device)
     ways = tuple(name for name in OVER if device.type == "cuda" or name not in PEERS)
     sizes = list(dict.fromkeys(size_of(s) for kind in KINDS.values() for s in _shapes(kind, device)))
     known = (*KINDS, *RECIPES, *ways, *sizes)
@@ -68,10 +68,10 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
         fail(ValueError, "ep", "only", ", ".join(sorted(unknown)), f"allowed: {', '.join(known)}")
     if routing not in ROUTINGS:
         fail(ValueError, "ep", "routing", routing, f"allowed: {', '.join(ROUTINGS)}")
-    over = _named(only, ways)
-    runs = [(KINDS[kind], shape, Recipe.parse(recipe)) for kind in _named(only, KINDS)
-            for shape in _shapes(KINDS[kind], device) if size_of(shape) in _named(only, sizes)
-            for recipe in _named(only, RECIPES)]  # fmt: skip
+    over = named(only, ways)
+    runs = [(KINDS[kind], shape, Recipe.parse(recipe)) for kind in named(only, KINDS)
+            for shape in _shapes(KINDS[kind], device) if size_of(shape) in named(only, sizes)
+            for recipe in named(only, RECIPES)]  # fmt: skip
     if not runs:
         fail(ValueError, "ep", "only", ", ".join(only), "allowed: sizes of the kinds that are named; the layer has two")
     for kind, shape, recipe in runs:
@@ -89,7 +89,8 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
             torch.cuda.empty_cache()
 
 
-def _device() -> torch.device:
+def rank_device() -> torch.device:
+    """The device of this process of torchrun, made current."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -97,11 +98,13 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device) -> None:
+def join(section: str, device: torch.device) -> None:
+    """The process group of torchrun's processes."""
     if dist.is_initialized():
         return
     if "RANK" not in os.environ:
-        fail(RuntimeError, "ep", "RANK", "nothing", "allowed: a run by torchrun --nproc-per-node N -m benchmarks ep")
+        allowed = f"allowed: a run by torchrun --nproc-per-node N -m benchmarks {section}"
+        fail(RuntimeError, section, "RANK", "nothing", allowed)
     if device.type == "cuda":
         dist.init_process_group("nccl", device_id=device, timeout=TIMEOUT)
     else:
@@ -118,7 +121,7 @@ def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:
     return getattr(kind, "H200" if device.type == "cuda" else "TINY")
 
 
-def _named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> list[str]:
+def named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> list[str]:
     """The names of a sort that are among `only`; all, if none is."""
     return [name for name in sort if name in only or not set(only) & set(sort)]
 

@@ -15,6 +15,7 @@ from .figures import ep_scale, speed, status
 from .figures.results import newest
 from .figures.tables import (
     table_ep,
+    table_fsdp,
     table_grouped_gemm,
     table_layer_bytes,
     table_linear,
@@ -39,6 +40,7 @@ def performance() -> str:
         table_models.table(newest("h200", table_models.is_model)),
         table_moe_layer.table(*(newest(gpu, table_moe_layer.is_layer) for gpu in ("h200", "h100"))),
         table_sonic_moe.table(newest("h200", table_sonic_moe.is_against_sonic)),
+        table_fsdp.table(newest("h200_ep", table_fsdp.is_fsdp)),
         table_grouped_gemm.table(newest("h200", table_grouped_gemm.is_product)),
         table_linear.table(newest("h200", table_linear.is_linear)),
         table_ops.table(newest("h200", _of_an_op)),

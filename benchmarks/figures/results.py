@@ -19,7 +19,7 @@ from typing import Any
 from .bars import bar
 
 RESULTS = Path(__file__).parents[1] / "results"
-OPTIONAL = ("peer_of_roof", "peer_roof", "peer_peak_nbytes", "joules", "peer_joules", "parts_us",
+OPTIONAL = ("peer_of_roof", "peer_roof", "peer_nbytes", "peer_peak_nbytes", "joules", "peer_joules", "parts_us",
             "peer_parts_us", "experts_ratio", "dense_ratio", "ceiling", "largest_group")  # fmt: skip
 
 
@@ -44,6 +44,7 @@ class Line:
     error: Mapping[str, object]
     peer_of_roof: float | None = None  # the peer's share of its own roof, peer_roof; of grouped products only
     peer_roof: str | None = None
+    peer_nbytes: int | None = None  # where the peer moves other bytes: of gathers of experts
     peer_peak_nbytes: int | None = None  # of layers and of expert parallelism
     joules: float | None = None  # of a step of back-to-back steps; None without NVML's energy counter
     peer_joules: float | None = None

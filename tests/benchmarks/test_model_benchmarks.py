@@ -277,7 +277,7 @@ def test_a_line_of_an_op_has_no_field_of_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["models"], "section: got models; allowed: ep, ep_jax, ep_alternating, this machine has no GPU"),
+        (["models"], "section: got models; allowed: ep, ep_jax, ep_alternating, fsdp, this machine has no GPU"),
         (["models", "--only", "llama"], "--only: got llama; allowed in models: deepseek-v2-lite"),
         (["models", "--shape", "tokens=8,dim=32,hidden_dim=32,num_experts=2,top_k=1"], "--shape: got section models"),
     ],

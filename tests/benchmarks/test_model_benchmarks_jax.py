@@ -260,7 +260,7 @@ def test_kernels_of_a_gpu_are_of_its_streams() -> None:
         ),
         (
             ["models", "--frontend", "jax"],
-            "section: got models; allowed: ep, ep_jax, ep_alternating, this machine has no GPU",
+            "section: got models; allowed: ep, ep_jax, ep_alternating, fsdp, this machine has no GPU",
         ),
         (["gpu", "models", "--frontend", "jax"], "--frontend: got section gpu; allowed: models"),
         (["--frontend", "jax"], "--frontend: got section gpu; allowed: models"),
