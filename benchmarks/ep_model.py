@@ -16,7 +16,7 @@ from typing import NamedTuple, get_args
 
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.peer.programs.mm import takes_mm
-from mxep.core_kernels.peer.schedule import BACKWARD, FORWARD, list_chunks
+from mxep.core_kernels.peer.programs.writer import BACKWARD, FORWARD, list_chunks
 from mxep.core_kernels.policy.deduplicate import Deduplicate
 from mxep.core_kernels.policy.recipe import Recipe, TransferName
 

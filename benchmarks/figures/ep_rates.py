@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from mxep.core_kernels.peer.schedule import RESERVED
+from mxep.core_kernels.peer.programs.writer import RESERVED
 from mxep.core_kernels.policy.recipe import Recipe
 
 from ..ep_model import Case, Copies, Rates, backward, backward_program, forward, forward_program, plain, run

@@ -1,4 +1,4 @@
-// The kernels of an exchange that the device drives, between two meetings of the ranks; schedule.py draws it.
+// The kernels of an exchange that the device drives, between two meetings of the ranks; programs/ffn.py draws it.
 //
 //   counts of all ranks, order and weights of each --find_home--> home, weights of this rank's rows
 //   packed MXFP8 rows in the memory of the tokens' ranks --pull_fold--> MX rows and folded rows of the experts

@@ -1,6 +1,6 @@
 // Steps of two streams that are launched by one call, between two meetings of the ranks.
 //
-//   schedule.py: Step(op, stream, inputs, outputs, attrs, share) ... --> Program(steps), once
+//   programs/program.py: Step(op, stream, inputs, outputs, attrs, share) ... --> Program(steps), once
 //                arrays, streams --> run: launches alone, so that a CUDA graph can capture it
 #pragma once
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kOp = "exchange_program";
 
-// The numbers of schedule.py's `encode`, one after the other.
+// The numbers of `encode` in programs/program.py, one after the other.
 class Numbers {
  public:
   explicit Numbers(std::span<const int64_t> all) : all_(all) {}

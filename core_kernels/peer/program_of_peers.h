@@ -3,7 +3,7 @@
 //   rows, slots of each device --meeting--> addresses on every device | program | meeting     (cuda_run.cu)
 //
 // in: packed rows, home, place (2,), then inputs of any number. out: slots, numbers, then outputs of any number, the
-// last one the buffer of the arrays with a place. attrs: `encode` of schedule.py.
+// last one the buffer of the arrays with a place. attrs: `encode` of programs/program.py.
 #pragma once
 
 #include "peer/peers.h"

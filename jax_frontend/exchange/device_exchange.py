@@ -5,8 +5,8 @@ the memory of the GPUs of one process.
     home, weights of this rank's rows ----+--> program --.-- slots (T k, D) --sum--> tokens (T, D)
     weights of the experts ---------------'              '-- what the backward reads
 
-core_kernels/peer/schedule.py draws the programs. One call of XLA per direction launches a program, between two meetings
-of the devices of the process (core_kernels/peer/cuda_run.cu). `definition` is what the programs compute.
+core_kernels/peer/programs/ffn.py draws the programs. One call of XLA per direction launches a program, between two
+meetings of the devices of the process (core_kernels/peer/cuda_run.cu). `define` of `_run` is what the programs compute.
 """
 
 from functools import partial
@@ -21,8 +21,9 @@ from jax.interpreters import mlir, xla
 
 from ... import cpp_bindings
 from ...core_kernels.launch import ArrayType
-from ...core_kernels.peer import schedule
-from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.peer.programs import ffn
+from ...core_kernels.peer.programs.program import EXCHANGE_OPS, Program, encode
+from ...core_kernels.peer.programs.writer import Memory, Sizes
 from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.swiglu.activation import SwiGLU
@@ -60,8 +61,8 @@ class Static(NamedTuple):
     @property
     def program(self) -> Program:
         if self.forward:
-            return schedule.write_forward(self.sizes, NOWHERE, True, (*KEPT, *schedule.TRANSPOSED), of_peers=True)
-        return schedule.write_backward(self.sizes, NOWHERE, False, of_peers=True)
+            return ffn.write_ffn_forward(self.sizes, NOWHERE, True, (*KEPT, *ffn.TRANSPOSED), of_peers=True)
+        return ffn.write_ffn_backward(self.sizes, NOWHERE, False, of_peers=True)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -88,7 +89,7 @@ def takes(recipe: Recipe, x: jax.Array, weights: tuple[Any, Any, Any], inside: b
         and not bias
         and x.dtype == jnp.bfloat16
         and x.size > 0
-        and schedule.takes(groups, dim, hidden)
+        and ffn.takes_ffn(groups, dim, hidden)
     )
 
 
@@ -217,8 +218,8 @@ def _abstract_eval(*inputs, static: Static, devices: int):
 
 def _lower_cuda(ctx, *operands, static: Static, devices: int):
     _check_processes("exchange_program")
-    table = (*cpp_bindings.CUDA_OPS, *schedule.EXCHANGE_OPS)
-    numbers = schedule.encode(static.program, static.inputs, static.outputs, table)
+    table = (*cpp_bindings.CUDA_OPS, *EXCHANGE_OPS)
+    numbers = encode(static.program, static.inputs, static.outputs, table)
     lower = jax.ffi.ffi_lowering(TARGETS["exchange_program"])
     return lower(ctx, *operands, attrs=np.array(numbers, np.int64), devices=np.int64(devices))
 

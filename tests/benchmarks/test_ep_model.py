@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mxep.core_kernels.peer.schedule import BACKWARD, FORWARD, list_chunks
+from mxep.core_kernels.peer.programs.writer import BACKWARD, FORWARD, list_chunks
 from mxep.core_kernels.policy.deduplicate import CHOICES
 from mxep.core_kernels.policy.recipe import RECIPES, Recipe
 from mxep.torch_frontend import TokenReplicas, sort_by_expert

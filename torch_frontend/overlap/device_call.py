@@ -13,9 +13,11 @@ from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import packed_width
 from ...core_kernels.launch import ArrayType
 from ...core_kernels.oracle_math import Array
-from ...core_kernels.peer import plan, schedule
+from ...core_kernels.peer import plan
+from ...core_kernels.peer.programs.ffn import SAVED_FFN, write_ffn_backward, write_ffn_forward
 from ...core_kernels.peer.programs.mm import SAVED_MM, write_mm_backward, write_mm_forward
-from ...core_kernels.peer.schedule import Memory, Program, Sizes
+from ...core_kernels.peer.programs.program import ADDRESSES, Program
+from ...core_kernels.peer.programs.writer import Memory, Sizes
 from ...core_kernels.registry import OPS
 from ..ops.call import call_out
 from ..ops.device import arch_of
@@ -47,7 +49,7 @@ class Programs(NamedTuple):
         return tuple(f"{name}_t" for name in self.along_k)
 
 
-FFN = Programs(("w1", "w3", "w2"), schedule.SAVED, schedule.write_forward, schedule.write_backward)
+FFN = Programs(("w1", "w3", "w2"), SAVED_FFN, write_ffn_forward, write_ffn_backward)
 MM = Programs(("w",), SAVED_MM, write_mm_forward, write_mm_backward)
 
 
@@ -187,7 +189,7 @@ class DeviceCall(NamedTuple):
         """Arrays of both programs."""
         buffer = self.memory.buffer
         assert buffer is not None
-        addresses = dict.fromkeys(schedule.ADDRESSES, buffer.addresses.view(torch.int32).view(-1, 2))
+        addresses = dict.fromkeys(ADDRESSES, buffer.addresses.view(torch.int32).view(-1, 2))
         no_numbers = torch.empty(0, dtype=torch.float32, device=self.memory.device)
         return {"group_ends": layout.group_ends, "no_numbers": no_numbers, **addresses}
 

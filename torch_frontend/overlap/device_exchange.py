@@ -3,7 +3,7 @@
     forward    packed rows, order, weights --> own memory | share counts, MEET | CudaProgram | MEET | sums of slots
     backward   packed gradients            --> own memory | MEET               | CudaProgram | MEET | sums of slots
 
-core_kernels/peer/schedule.py draws the programs of a feed-forward, programs/mm.py the programs of one product. The
+core_kernels/peer/programs/ffn.py draws the programs of a feed-forward, mm.py the programs of one product. The
 experts' ranks pull rows out of the tokens' ranks, and push results into the slot [token][k] of the token's rank. One
 call launches all steps between two meetings, and the host reads no size before. The result and all gradients have the
 bytes of `dispatch`, experts and `combine` without overlap.
@@ -20,9 +20,9 @@ from torch import Tensor
 
 from ... import cpp_bindings
 from ...core_kernels.oracle_math import Array
-from ...core_kernels.peer import schedule
+from ...core_kernels.peer.programs import ffn
 from ...core_kernels.peer.programs.mm import takes_mm
-from ...core_kernels.peer.schedule import Sizes
+from ...core_kernels.peer.programs.writer import Sizes
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request
 from ..ops.device import compute_capability, forced
@@ -203,7 +203,7 @@ def _takes_ffn(request: Request, found: LocalExperts) -> bool:
     if not isinstance(request.rows, TokenReplicas) or not request.inside or experts.call.recompute or w1 is None:
         return False
     groups, hidden, _ = w1.shape
-    return dim == found.width and schedule.takes(groups, dim, hidden)
+    return dim == found.width and ffn.takes_ffn(groups, dim, hidden)
 
 
 def _takes_mm(request: Request, found: LocalExperts) -> bool:

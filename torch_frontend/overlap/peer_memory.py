@@ -36,7 +36,7 @@ from torch import Tensor
 
 from ...core_kernels.launch import fail
 from ...core_kernels.peer import plan
-from ...core_kernels.peer.schedule import Memory
+from ...core_kernels.peer.programs.writer import Memory
 from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments

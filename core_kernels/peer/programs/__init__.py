@@ -1,1 +1,1 @@
-"""Programs of an exchange that the device drives, other than the feed-forward's in schedule.py."""
+"""Programs of an exchange that the device drives: of a feed-forward, and of one product."""

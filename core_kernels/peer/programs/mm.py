@@ -1,4 +1,4 @@
-"""The programs of one grouped product whose exchange the device drives; their parts are in ../schedule.py.
+"""The programs of one grouped product whose exchange the device drives; their parts are in writer.py.
 
     forward    main  MEET | homes | weights quantized | out of chunk 0 | out of 1 | ...         | MEET | sums or rows
                side               '- pull 0 | pull 1 | ... -|          '- push 0 |- push 1 | ... -'
@@ -12,25 +12,22 @@ from collections.abc import Sequence
 
 from ...fold.gathered.plan_requantize import requantize_col_fold
 from ...grouped_gemm.folded.plan import grouped_mm_fold, grouped_wgrad_fold
-from ..schedule import (
-    ALL,
+from .program import ALL, MAIN, SIDE, Program
+from .writer import (
     BACKWARD,
     FORWARD,
     LONGEST,
-    MAIN,
     MULTIPLE,
     RESERVED,
-    SIDE,
     Memory,
-    Program,
     Sizes,
-    _addresses,
-    _find_home,
-    _give_weights,
-    _pulls,
-    _push,
-    _quantize,
-    _Writer,
+    Writer,
+    add_addresses,
+    add_home,
+    add_pulls,
+    add_push,
+    add_quantized,
+    give_operands,
     list_chunks,
 )
 
@@ -46,32 +43,32 @@ def takes_mm(ranks: int, groups: int, n: int, k: int) -> bool:
 
 def write_mm_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str]) -> Program:
     """quantize: w is given, not its operands. results: of SAVED_MM, w_q_t and w_sf_t."""
-    to, chunks = _Writer(), list_chunks(sizes.groups, FORWARD)
+    to, chunks = Writer(), list_chunks(sizes.groups, FORWARD)
     to.give("group_ends", (sizes.groups,), "int32")
-    _addresses(to, sizes, False)
-    _find_home(to, sizes, memory, False)
-    arrived = _pulls(to, sizes, memory, "x", chunks)
+    add_addresses(to, sizes, False)
+    add_home(to, sizes, memory, False)
+    arrived = add_pulls(to, sizes, memory, "x", chunks)
     _weights(to, sizes, quantize, False)
     to.give("no_numbers", (0,), "float32")
     for chunk, mark in zip(chunks, arrived, strict=True):
         to.wait(MAIN, mark)
         operands = "x_qf", "x_row_sf", "w_q", "w_sf", "group_ends"
         to.add(grouped_mm_fold, operands, ("y",), share=(*chunk, RESERVED), clear_rest=False)
-        _push(to, memory, "y", "no_numbers", chunk)
+        add_push(to, memory, "y", "no_numbers", chunk)
     to.order(SIDE, MAIN)
     return to.program(results)
 
 
 def write_mm_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     """Results: dw."""
-    to, m, chunks = _Writer(), sizes.rows, list_chunks(sizes.groups, BACKWARD)
+    to, m, chunks = Writer(), sizes.rows, list_chunks(sizes.groups, BACKWARD)
     to.give("home", (m, 2), "int32")
     to.give("group_ends", (sizes.groups,), "int32")
-    _addresses(to, sizes, False)
+    add_addresses(to, sizes, False)
     to.give("x_q", (m, sizes.dim), "uint8")
     to.give("x_sf", (m, sizes.dim // 32), "uint8")
     to.give("no_numbers", (0,), "float32")
-    arrived = _pulls(to, sizes._replace(dim=sizes.hidden), memory, "y", chunks)
+    arrived = add_pulls(to, sizes._replace(dim=sizes.hidden), memory, "y", chunks)
     _weights(to, sizes, quantize, True)
     # Needs no pulled row: it fills the wait for the first chunk.
     to.add(requantize_col_fold, ("x_q", "x_sf", "group_ends"), ("x_q_t", "x_span_sf"), rounding=sizes.rounding)
@@ -82,7 +79,7 @@ def write_mm_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
         # A push moves 2 K bytes per row, and dw has 2 N K operations per row. At 300 GB/s and 1000 TFLOPS dw takes
         # longer than a push of all rows from N = 3300 on. For smaller N the push starts with the first chunk; larger N
         # lose nothing by it, since no pull comes after a push.
-        _push(to, memory, "dx", "no_numbers", chunk)
+        add_push(to, memory, "dx", "no_numbers", chunk)
     to.add(requantize_col_fold, ("y_q", "y_sf", "group_ends"), ("y_q_t", "y_span_sf"), rounding=sizes.rounding)
     operands = "y_q_t", "y_span_sf", "x_q_t", "x_span_sf", "group_ends"
     to.add(grouped_wgrad_fold, operands, ("dw",), share=(0, ALL, RESERVED), out_dtype=sizes.dtype)
@@ -90,9 +87,9 @@ def write_mm_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
     return to.program(("dw",))
 
 
-def _weights(to: _Writer, sizes: Sizes, quantize: bool, transposed: bool) -> None:
+def _weights(to: Writer, sizes: Sizes, quantize: bool, transposed: bool) -> None:
     matrices = {"w": (sizes.hidden, sizes.dim)}
     if quantize:
-        _quantize(to, sizes, matrices)
+        add_quantized(to, sizes, matrices)
     else:
-        _give_weights(to, sizes, transposed, matrices)
+        give_operands(to, sizes, transposed, matrices)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mxep.core_kernels.peer import kernel, plan
-from mxep.core_kernels.peer.schedule import Memory, Sizes
+from mxep.core_kernels.peer.programs.writer import Memory, Sizes
 from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import TokenReplicas, expert_parallel_ffn, ops, sort_by_expert
 from mxep.torch_frontend.ops import differentiable

@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep import cpp_bindings
-from mxep.core_kernels.peer import schedule
+from mxep.core_kernels.peer.programs import ffn
+from mxep.core_kernels.peer.programs import program as programs
+from mxep.core_kernels.peer.programs.writer import Sizes
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.registry import OPS
 from mxep.jax_frontend import MoEConfig, RouterConfig, lower_for, moe
@@ -28,7 +30,7 @@ DIM, HIDDEN, TOP_K, TOKENS = 512, 64, 3, 16
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Every size and device; the list counts the layers that the device drives while its first value is True."""
     switch, real = [True], device_exchange.exchange_ffn
-    monkeypatch.setattr(schedule, "takes", lambda *sizes: True)
+    monkeypatch.setattr(ffn, "takes_ffn", lambda *sizes: True)
     monkeypatch.setattr(device_exchange, "runs_here", lambda: switch[0])
 
     def counted(*arguments: Any) -> Any:
@@ -133,7 +135,7 @@ def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[boo
 @pytest.mark.skipif("exchange_program" not in cpp_bindings.peer_ffi_targets(), reason="no CUDA kernels in this build")
 def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """One call per direction, and no kernel of peers for rows; nothing is patched but the number of chains."""
-    monkeypatch.setattr(schedule, "takes", lambda *sizes: True)
+    monkeypatch.setattr(ffn, "takes_ffn", lambda *sizes: True)
     config, mesh = config_of(2), mesh_of((2,), ("expert",))
     params, x = params_of(config), jnp.ones((2 * TOKENS, DIM), jnp.bfloat16)
     layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
@@ -146,12 +148,12 @@ def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_numbers_of_a_program() -> None:
     """`encode` has every array, and a step's arrays by their number."""
-    sizes = schedule.Sizes(0, 2, 4, 256, DIM, 2048, TOP_K, "bfloat16", 0, (1.0, 0.0, 0.0))
+    sizes = Sizes(0, 2, 4, 256, DIM, 2048, TOP_K, "bfloat16", 0, (1.0, 0.0, 0.0))
     static = device_exchange.Static("expert", sizes, 96, True)
-    program, table = static.program, (*OPS, *schedule.EXCHANGE_OPS)
-    numbers = schedule.encode(program, static.inputs, static.outputs, table)
+    program, table = static.program, (*OPS, *programs.EXCHANGE_OPS)
+    numbers = programs.encode(program, static.inputs, static.outputs, table)
     assert numbers[0] == len(program.arrays)
     assert all(isinstance(number, int) for number in numbers)
     assert set(program.given) <= set(static.inputs)
-    ends = np.array([program.places[n] + schedule.nbytes_of(program.arrays[n]) for n in program.places])
+    ends = np.array([program.places[n] + programs.nbytes_of(program.arrays[n]) for n in program.places])
     assert ends.max() == program.nbytes

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.peer import schedule
-from mxep.core_kernels.peer.schedule import Memory
+from mxep.core_kernels.peer.programs import ffn
+from mxep.core_kernels.peer.programs.writer import Memory
 from mxep.torch_frontend import PeerMemory
 from mxep.torch_frontend.overlap import device_call, device_exchange, peer_memory
 from mxep.torch_frontend.overlap.symmetric import Shared
@@ -96,7 +96,7 @@ def begin(rank: int) -> None:
     peer_memory.barrier = files().barrier
     PeerMemory.uninterrupted = lambda memory: files().direction(memory)  # type: ignore[method-assign]
     device_exchange.runs_on = lambda device: True
-    schedule.takes = lambda *sizes: True
+    ffn.takes_ffn = lambda *sizes: True
 
     def program(exchange: object, index: object, *arguments: Any) -> ProgramOnCPU:
         return ProgramOnCPU(*arguments, memory_of, rank)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.oracle import fold_rows
-from mxep.core_kernels.peer.schedule import Step, list_earlier
+from mxep.core_kernels.peer.programs.program import Step, list_earlier
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.ops import cpu_gemm
 from torch import Tensor

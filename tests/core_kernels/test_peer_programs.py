@@ -1,28 +1,15 @@
-"""The programs of core_kernels/peer/schedule.py: chunks, the memory of their arrays and the order of their steps."""
+"""The programs of core_kernels/peer/programs: chunks, the memory of their arrays and the order of their steps."""
 
 import doctest
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import pytest
-from mxep.core_kernels.peer import schedule
+from mxep.core_kernels.peer import programs
 from mxep.core_kernels.peer.plan import capacity_of
-from mxep.core_kernels.peer.schedule import (
-    ADDRESSES,
-    ALIGNMENT,
-    BACKWARD,
-    FORWARD,
-    SAVED,
-    TRANSPOSED,
-    Memory,
-    Program,
-    Sizes,
-    list_chunks,
-    list_earlier,
-    nbytes_of,
-    write_backward,
-    write_forward,
-)
+from mxep.core_kernels.peer.programs.ffn import SAVED_FFN, TRANSPOSED, write_ffn_backward, write_ffn_forward
+from mxep.core_kernels.peer.programs.program import ADDRESSES, ALIGNMENT, Program, list_earlier, nbytes_of
+from mxep.core_kernels.peer.programs.writer import BACKWARD, FORWARD, Memory, Sizes, list_chunks
 
 LAYERS = [
     (16384, 7168, 2048, 32, 8),
@@ -42,11 +29,11 @@ def write_programs(layer: tuple[int, ...], ranks: int) -> dict[str, Program]:
     sizes = Sizes(0, ranks, groups, rows, dim, hidden, top_k, "bfloat16", 0, (1.0, 0.0, 0.0))
     memory = Memory.of(0, tokens * top_k, top_k, dim)
     return {
-        "forward": write_forward(sizes, memory, True, (*SAVED, *TRANSPOSED)),
-        "forward without gradients": write_forward(sizes, memory, True, ()),
-        "forward, cached weights": write_forward(sizes, memory, False, SAVED),
-        "backward": write_backward(sizes, memory, True),
-        "backward, cached weights": write_backward(sizes, memory, False),
+        "forward": write_ffn_forward(sizes, memory, True, (*SAVED_FFN, *TRANSPOSED)),
+        "forward without gradients": write_ffn_forward(sizes, memory, True, ()),
+        "forward, cached weights": write_ffn_forward(sizes, memory, False, SAVED_FFN),
+        "backward": write_ffn_backward(sizes, memory, True),
+        "backward, cached weights": write_ffn_backward(sizes, memory, False),
     }
 
 
@@ -113,4 +100,5 @@ def test_chunks_of_any_number_of_experts(parts: Sequence[int]) -> None:
 
 
 def test_examples() -> None:
-    assert doctest.testmod(schedule).failed == 0
+    for module in (programs.program, programs.writer):
+        assert doctest.testmod(module).failed == 0
