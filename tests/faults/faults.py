@@ -51,7 +51,7 @@ TORCH = (
           "torch_frontend/exchange/shards.py:_ReduceGradient.backward", Unwrap("all_reduce"),
           "torch_frontend/exchange/test_expert_parallel.py -k '[2-mxfp8_wgrad_with_hp-mean-combine]'"),
     Fault("peer memory: the backward reads rows that the next layer has written",
-          "torch_frontend/overlap/peer_experts.py:_PeerExperts.forward", Unwrap("clone_if_in_buffer"),
+          "torch_frontend/overlap/peer_experts.py:_multiply", Unwrap("clone_if_in_buffer"),
           "torch_frontend/overlap/test_peer_memory.py -k '[layers]'"),
     Fault("cached weights: a parameter in other memory is multiplied as its old bytes",
           "torch_frontend/layer/cached_weights.py:_state", Swap("data_ptr", "dim"),

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -217,3 +217,10 @@ def start_ranks(templates: Callable[[str], Template]) -> Iterator[StartRanks]:
     yield start
     for ranks in started:
         ranks.stop()
+
+
+def with_slow(names: Iterable[str], slow: Sequence[str]) -> list[Any]:
+    """The names for `parametrize`; some have the marker `slow`."""
+    names = list(names)
+    assert set(slow) <= set(names), set(slow) - set(names)
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]

@@ -19,6 +19,7 @@ from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.registry import OPS
 from mxep.jax_frontend import MoEConfig, RouterConfig, lower_for, moe
 from mxep.jax_frontend.exchange import device_exchange
+from mxep.jax_frontend.layer import moe_layer
 
 from ...compare import same_bytes
 from .test_peer_memory import mesh_of
@@ -37,7 +38,7 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         switch.append(True)
         return real(*arguments)
 
-    monkeypatch.setattr(moe, "exchange_ffn", counted)
+    monkeypatch.setattr(moe_layer, "exchange_ffn", counted)
     return switch
 
 

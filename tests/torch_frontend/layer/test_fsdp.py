@@ -6,10 +6,13 @@ import torch
 from mxep.torch_frontend import clip_grad_norm_
 from torch import nn
 
-from ...ranks.fixture import Ranks, StartRanks
+from ...ranks.fixture import Ranks, StartRanks, with_slow
 from . import fsdp_gather_ranks, fsdp_ranks
 
 RANKS = 4
+OFTEN = "mixed", "held", "checkpointed", "by_hand", "fold", "blockwise"
+SLOW = [f"same_bits_{name}" for name in fsdp_gather_ranks.VARIANTS if name not in OFTEN]
+"""Of four ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def test_two_ranks_gather_bytes(two: Ranks, check: str) -> None:
     two.run(check)
 
 
-@pytest.mark.parametrize("check", fsdp_gather_ranks.checks(4))
+@pytest.mark.parametrize("check", with_slow(fsdp_gather_ranks.checks(4), SLOW))
 def test_four_ranks_gather_bytes(four: Ranks, check: str) -> None:
     four.run(check)
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 from mxep.torch_frontend import PeerMemory
 
-from ...ranks.fixture import Ranks, StartRanks
+from ...ranks.fixture import Ranks, StartRanks, with_slow
 from . import peer_ranks
 
 RANKS = 2
+SLOW = [f"rounds, plain ffn, {what}" for what in ("an error in the forward", "default", "cached weights")]
+SLOW += ["rounds, ffn in all transfers, one_expert"]
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +19,7 @@ def ranks(start_ranks: StartRanks) -> Ranks:
     return start_ranks(peer_ranks, RANKS)
 
 
-@pytest.mark.parametrize("check", peer_ranks.checks(RANKS))
+@pytest.mark.parametrize("check", with_slow(peer_ranks.checks(RANKS), SLOW))
 def test_two_ranks_have_the_bytes_of_no_transport(ranks: Ranks, check: str) -> None:
     ranks.run(check)
 
