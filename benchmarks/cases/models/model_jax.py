@@ -100,8 +100,8 @@ def named(tree: Params, is_leaf: Any = None) -> dict[str, Any]:
 def draw(sizes: Sizes, published_layers: int, seed: int = 0) -> Params:
     """The distributions of training.draw, leaf by leaf: random numbers of all weights do not fit into a GPU.
 
-    In fp32, and rounded: JAX draws 128 different normal numbers in bf16. Then a small update of a weight that is not 0
-    changes no code of MXFP8, instead of a few codes.
+    In fp32, and rounded: JAX draws 128 different normal numbers in bf16. Of such weights an update of 1e-6 changes no
+    code of MXFP8. Of weights drawn in fp32 it changes few codes, whose mean change is 0.996 of the update's.
     """
     tree = shapes(sizes)
 
