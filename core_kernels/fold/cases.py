@@ -81,6 +81,15 @@ CASES = {
     "quantize_both_fold_fp32": Case(
         "quantize_both_fold", lambda rng, m: (*matrix_fp32(rng, m), group_ends(rng, m, 32)), FLOOR, 32
     ),
+    **{
+        f"quantize_blockwise_fold{kind}": Case(
+            "quantize_blockwise_fold",
+            lambda rng, m, of=of: (*of(rng, m), group_ends(rng, m, 32)),
+            {"power_of_two": bool(kind)},
+            32,
+        )
+        for kind, of in {"": matrix, "_powers": matrix, "_powers_fp32": matrix_fp32}.items()
+    },
     "requantize_col_fold": Case(
         "requantize_col_fold", lambda rng, m: (*mx(rng, m), group_ends(rng, m, 32)), multiple=32
     ),
@@ -95,6 +104,7 @@ CASES = {
 TIMED = (
     timed("quantize_row_fold", "M K"),
     timed("quantize_both_fold", "M K G"),
+    timed("quantize_blockwise_fold", "M K G"),
     timed("requantize_col_fold", "M K G"),
     timed("quantize_matrix_fold", "G N K"),
 )
@@ -231,6 +241,20 @@ def _of_both() -> Iterator[tuple[str, Case]]:
         yield f"{op}-no_rows-{of}", fixed(op, np.zeros((0, 64), BF16), ends)
 
 
+def _of_blockwise() -> Iterator[tuple[str, Case]]:
+    """quantize_blockwise_fold."""
+    op = "quantize_blockwise_fold"
+    for powers in (False, True):
+        for name in ("all_bf16", "all_bf16_shuffled", "random_bits_fp32"):
+            x = MATRICES[name]
+            ends = np.array([len(x) // 2, len(x) // 2, len(x)], np.int32)
+            yield f"{op}-matrix-{name}-{powers}", fixed(op, x, ends, power_of_two=powers)
+    for of, ends in SPANNED.items():
+        yield f"{op}-courses-{of}", fixed(op, COURSES["bf16"], ends)
+    for of, ends in NO_ROWS.items():
+        yield f"{op}-no_rows-{of}", fixed(op, np.zeros((0, 64), BF16), ends)
+
+
 def _neighbours() -> Array:
     """Three matrices of other magnitudes, with rows, columns and a whole matrix of NaN."""
     x = normal(seeded("matrices"), (4, 96, 160)) * np.exp2([-20, 0, 30, 0]).reshape(4, 1, 1)
@@ -318,5 +342,5 @@ def _of_mx_rows() -> Iterator[tuple[str, Case]]:
 
 
 CONFORMANCE = dict(
-    case for of in (_of_rows, _of_groups, _of_both, _of_matrices, _of_maps, _of_mx_rows) for case in of()
+    case for of in (_of_rows, _of_groups, _of_both, _of_blockwise, _of_matrices, _of_maps, _of_mx_rows) for case in of()
 )

@@ -77,6 +77,8 @@ CASES = {
     **_of(backward, *_BACKWARD),
     **_of(forward, *_FORWARD, name="_clamped", **CLAMPED),
     **_of(backward, *_BACKWARD, name="_clamped", **CLAMPED),
+    **_of(forward, "swiglu_blockwise"),
+    **_of(forward, "swiglu_blockwise", name="_clamped", power_of_two=True, **CLAMPED),
     **_of(lambda *of: unweighted(forward(*of)), "swiglu", "swiglu_row_fold", name="_unweighted"),
     **_of(lambda *of: unweighted(backward(*of)), "swiglu_bwd", "swiglu_bwd_all", name="_unweighted"),
     **_of(lambda *of: (*backward(*of), ends_of_chains(*of)), _FOLD),
@@ -86,7 +88,7 @@ CASES = {
     **_of(beyond, _FOLD, name="_beyond"),
 }
 TIMED = (
-    *(timed(f"swiglu_{to}_fwd", "M F", f"swiglu_{to}") for to in ("row", "row_fold")),
+    *(timed(f"swiglu_{to}_fwd", "M F", f"swiglu_{to}") for to in ("row", "row_fold", "blockwise")),
     *(timed(f"swiglu_{to}_bwd", "M F", f"swiglu_bwd_{to}") for to in ("row", "both", "all")),
     timed("swiglu_fold_bwd", "M F G", "swiglu_bwd_fold"),
 )
@@ -200,6 +202,10 @@ def _conformance() -> dict[str, Case]:
         for to, name in [*every_kind, *unaligned, every_gate] if kind == "gpt_oss" else [every_gate, every_kind[0]]:
             back = "_all" if (to, name) == every_gate else to.removesuffix("_fold")
             cases |= _glu_case(f"swiglu{to}", name, **numbers) | _glu_case(f"swiglu_bwd{back}", name, **numbers)
+    for powers in (False, True):
+        for name in ("large", "all_gates", "special_values", "no_rows_without_prob", *ODD_GLUS):
+            cases |= _glu_case("swiglu_blockwise", name, power_of_two=powers)
+    cases |= _glu_case("swiglu_blockwise", "limit_of_7", **NUMBERS["gpt_oss"])
     for name in ("normal", "special_values"):
         for mode in MODES.values():
             for to in ("_row", "_row_fold", "_col", "_bwd_both", "_bwd_all"):

@@ -8,7 +8,13 @@ from mxep.core_kernels.fold.cases import CONFORMANCE
 
 from .. import cases
 
-COMPOSED = ("quantize_both_fold", "quantize_matrix_fold", "permute_mx_col_fold", "requantize_col_fold")
+COMPOSED = (
+    "quantize_both_fold",
+    "quantize_blockwise_fold",
+    "quantize_matrix_fold",
+    "permute_mx_col_fold",
+    "requantize_col_fold",
+)
 CASES = {name: case for name, case in CONFORMANCE.items() if case.op in COMPOSED}
 
 
