@@ -172,5 +172,5 @@ RECIPES = {
     "mxfp8": Recipe("mxfp8", wgrad_with_hp=False),
     "mxfp8_wgrad_with_hp": Recipe("mxfp8_wgrad_with_hp"),
     "fp8_rowwise": Recipe("fp8_rowwise", operands="fp8_rowwise"),
-    "fp8_blockwise": Recipe("fp8_blockwise", operands="fp8_blockwise", scales="float32"),
+    "fp8_blockwise": Recipe("fp8_blockwise", operands="fp8_blockwise", scales="float32", wgrad_with_hp=False),
 }
