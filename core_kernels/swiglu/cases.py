@@ -88,7 +88,7 @@ CASES = {
     **_of(beyond, _FOLD, name="_beyond"),
 }
 TIMED = (
-    *(timed(f"swiglu_{to}_fwd", "M F", f"swiglu_{to}") for to in ("row", "row_fold", "blockwise")),
+    *(timed(f"swiglu_{to}_fwd", "M F", f"swiglu_{to}") for to in ("row", "row_fold")),
     *(timed(f"swiglu_{to}_bwd", "M F", f"swiglu_bwd_{to}") for to in ("row", "both", "all")),
     timed("swiglu_fold_bwd", "M F G", "swiglu_bwd_fold"),
 )
