@@ -1,4 +1,4 @@
-"""python -m benchmarks.recipes: the layer in several recipes, forward and backward, against recipe `mxfp8`.
+"""python -m benchmarks.models.layer_recipes: the layer in other recipes, forward and backward, against `mxfp8`.
 
 All recipes of a size run on the same parameters and tokens, in turns in one process: steps that follow each other, as
 in training. A line of the table is a size and a recipe: ms, speed and peak memory relative to `mxfp8`, and the least
@@ -10,9 +10,9 @@ import gc
 import torch
 from mxep.core_kernels.policy.recipe import Recipe
 
-from .cases.moe_layer import RECIPE, check, layer_inputs, layer_of_recipe, plain_torch_layer, torch_programs
-from .cases.shapes import H200, TINY, MoELayer
-from .clocks import device_timing
+from ..cases.moe_layer import RECIPE, check, layer_inputs, layer_of_recipe, plain_torch_layer, torch_programs
+from ..cases.shapes import H200, TINY, MoELayer
+from ..clocks import device_timing
 
 RECIPES = {
     "mxfp8": RECIPE,
