@@ -53,6 +53,7 @@ _GPU = {
     "swiglu": Tiles(m=8, k=256),
     "swiglu_blockwise": Tiles(m=8, k=256),
     "swiglu_bwd": Tiles(m=2, k=1024),
+    "swiglu_blockwise_bwd": Tiles(m=8, k=256),
     "grouped_mm_mx": Tiles(m=128, n=128, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),
     "grouped_mm_bf16_kn": Tiles(m=128, n=256, k=64, num_warps=8, num_stages=3),

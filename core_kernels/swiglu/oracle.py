@@ -7,6 +7,7 @@
     swiglu_row_fold                           h in bf16, quantized, folded
     swiglu_blockwise                          h in bf16, quantized blockwise
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
+    swiglu_blockwise_bwd                      dgate and dup in bf16, quantized blockwise
     swiglu_bwd_all                            the same of _both, h of swiglu_col; then dprob
     swiglu_bwd_fold                           the same of _all, folded; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
@@ -153,6 +154,12 @@ def swiglu_row_fold(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, al
 def swiglu_blockwise(gate, up, prob, power_of_two=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> q (M, F), sf (M, ceil(F/128)) of h."""
     return quantize_blockwise(swiglu(gate, up, prob, alpha, limit, offset), power_of_two)
+
+
+def swiglu_blockwise_bwd(dh, gate, up, prob, power_of_two=False, alpha=1.0, limit=0.0, offset=0.0):
+    """-> q, sf of dgate, q, sf of dup."""
+    dgate, dup, _ = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
+    return *quantize_blockwise(dgate, power_of_two), *quantize_blockwise(dup, power_of_two)
 
 
 def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):

@@ -265,9 +265,12 @@ def swiglu(arrays: int, *, rows: bool = False, columns: bool = False, given: str
     return draw
 
 
-def swiglu_blockwise(rng: Rng) -> Drawn:
-    inputs, options = swiglu(2, given="optional")(rng)
-    return inputs, {"power_of_two": flip(rng), **options}
+def swiglu_blockwise(arrays: int) -> Callable[[Rng], Drawn]:
+    def draw(rng: Rng) -> Drawn:
+        inputs, options = swiglu(arrays, given="optional")(rng)
+        return inputs, {"power_of_two": flip(rng), **options}
+
+    return draw
 
 
 DRAWS: dict[str, Callable[[Rng], Drawn]] = {
@@ -305,7 +308,8 @@ DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "swiglu_row": swiglu(2, rows=True),
     "swiglu_col": swiglu(2, columns=True),
     "swiglu_row_fold": swiglu(2, rows=True, given="optional"),
-    "swiglu_blockwise": swiglu_blockwise,
+    "swiglu_blockwise": swiglu_blockwise(2),
+    "swiglu_blockwise_bwd": swiglu_blockwise(3),
     "swiglu_bwd": swiglu(3, given="optional"),
     "swiglu_bwd_row": swiglu(3, rows=True),
     "swiglu_bwd_col": swiglu(3, columns=True),

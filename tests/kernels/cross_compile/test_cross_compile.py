@@ -184,6 +184,7 @@ CASES = {
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
     "swiglu clamped": Case(swiglu.swiglu, glu(M, N), CLAMPED, VECTORS),
     "swiglu_blockwise": Case(swiglu_blockwise.swiglu_blockwise, glu(M, N), {}, QUANTIZE),
+    "swiglu_blockwise_bwd": Case(swiglu_blockwise.swiglu_blockwise_bwd, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
     "swiglu_bwd": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), {}, VECTORS),
     "swiglu_bwd without prob": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N, False)), {}, VECTORS),
     "swiglu_bwd clamped": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), CLAMPED, VECTORS),
