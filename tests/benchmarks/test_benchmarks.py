@@ -65,7 +65,7 @@ def test_every_op_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: 
     lines = measured(*families.OPS, "host_overhead")
     assert {line.op for line in lines} == {*families.NAMES, "host_overhead"}
     peers = [line for line in lines if "peer_values_that_differ" in line.error]
-    assert {line.peer for line in peers} == {"torch_compile", "jax_jit"}
+    assert {line.peer for line in peers} == {"torch_compile", "jax_jit", "separate_ops"}
     same_arithmetic = ("quantize", "dequantize", "permute", "unpermute", "routing")
     differ = {(line.op, line.peer): line.error["peer_values_that_differ"] for line in peers}
     assert not {peer: n for peer, n in differ.items() if n and peer[0].startswith(same_arithmetic)}
