@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
+from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops, layer_bytes
 from benchmarks.cases import moe_layer, shapes
 from benchmarks.cases.ops import families
 from benchmarks.clocks import device_timing, energy, timing
@@ -184,7 +184,7 @@ def test_a_wrong_layer_is_an_error() -> None:
             moe_layer.check(inputs, want, outputs)
 
 
-@pytest.mark.parametrize("module", [gpu, results, shapes])
+@pytest.mark.parametrize("module", [gpu, layer_bytes, results, shapes])
 def test_examples_in_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted
