@@ -126,7 +126,11 @@ PUBLIC: Rows = (
 
 OPS: Rows = (
     # Options.
-    ("ops.*.satfinite ops.*.power_of_two ops.route*.normalize ops.route.force_balance ops.route_bwd.split", FALSE),
+    (
+        "ops.*.satfinite ops.*.power_of_two ops.*.clear_rest ops.route*.normalize ops.route.force_balance"
+        " ops.route_bwd.split",
+        FALSE,
+    ),
     ("ops.swiglu*.alpha", REAL),
     ("ops.swiglu*.limit", REAL, may("no limit", "0.0")),
     ("ops.swiglu*.offset", REAL, may("another offset", "-1.0", "0.0")),
