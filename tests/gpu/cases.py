@@ -43,11 +43,12 @@ class Case(shared.Case):
             return plan_requantize.scratch_bytes(len(row_map), packed.shape[1] // 33 * 32, ends.shape[0])
         if self.op == "swiglu_bwd_fold":
             return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape)
-        if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
-            return 0
         x, ends = inputs[0], inputs[-1]
-        if self.op == "quantize_matrix_fold":
-            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), *x.shape[-2:])
+        if self.op in ("quantize_matrix_fold", "quantize_matrix_fold_t"):
+            lines = x.shape[-1] + (0 if self.op.endswith("_t") else x.shape[-2])
+            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), lines)
+        if self.op not in ("quantize_both_fold", "requantize_col_fold"):
+            return 0
         if self.op == "requantize_col_fold":
             return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))

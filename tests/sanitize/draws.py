@@ -287,6 +287,7 @@ DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "fold_groups": fold_groups,
     "quantize_both_fold": both_fold,
     "quantize_matrix_fold": of_values([32 * n for n in ROW_BLOCKS], 32),
+    "quantize_matrix_fold_t": of_values([32 * n for n in ROW_BLOCKS], 32),
     "requantize_col_fold": requantize_col_fold,
     "permute_mx_fold": permute_mx_fold,
     "permute_mx_col_fold": permute_mx_col_fold,
