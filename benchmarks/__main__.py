@@ -8,7 +8,9 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,8 @@ SECTIONS = ("gpu", "linear", "models", "ep", "ep_jax", "ep_alternating", "fsdp")
 FRONTENDS = ("torch", "jax")
 ROUTED = ("ep", "ep_jax", "ep_alternating")
 ONE_GPU, RANKS = ("gpu", "linear", "models"), (*ROUTED, "fsdp")
-TORCHRUN = ("ep", "fsdp")
+BY_TORCHRUN = "RANK" in os.environ
+TORCHRUN = ("ep", "fsdp", *(["models"] if BY_TORCHRUN else []))
 """Sections whose ranks are processes of torchrun."""
 
 
@@ -110,10 +113,13 @@ def main() -> None:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # otherwise JAX takes torch's memory
+    if "models" in args.sections:  # layers fill the memory: segments of fixed sizes would leave gaps
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     by_torchrun = [section for section in args.sections if section in TORCHRUN]
     if by_torchrun and os.environ.get("RANK", "0") != "0":  # torchrun's other processes only take part
         for section in by_torchrun:
-            list(_module(section, FRONTENDS[0]).lines(args.only, **options))
+            with redirect_stdout(StringIO()):
+                list(_module(section, FRONTENDS[0]).lines(args.only, **options))
         leave()
         return
     gpu, sections, frontend = results.gpu_name(), args.sections or ["gpu"], args.frontend or FRONTENDS[0]
@@ -122,10 +128,8 @@ def main() -> None:
     for section in sections:
         if section in ONE_GPU and gpu is None:
             parser.error(f"section: got {section}; allowed: {', '.join(RANKS)}, this machine has no GPU")
-        if section in ONE_GPU:  # one GPU: of several, JAX makes another one current than torch's
+        if section in ONE_GPU and not BY_TORCHRUN:  # one GPU: of several, JAX makes another one current than torch's
             os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-        if section == "models":  # layers fill the memory: segments of fixed sizes would leave gaps
-            os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
         hardware = f"{_ranks(section)}x {gpu}" if gpu else results.cpu_name()
         run = results.Run(hardware, args.commit or results.clean_commit())
         if args.out and run.commit is None:

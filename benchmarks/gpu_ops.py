@@ -1,6 +1,6 @@
 """The ops that a device copy bounds, from torch and from JAX, compared with that copy and with compilers.
 
-    case --torch--> outputs --CPU's bytes, on slices--> events:    run | copy | torch.compile | torchao
+    case --torch--> outputs --CPU's bytes, on slices--> events:    run | copy | torch.compile | torchao | separate ops
           '-JAX---> outputs --torch's bytes, all------> programs:  run | torch | copy | jax.jit
 
 Both frameworks read the same arrays, through DLPack.
@@ -31,8 +31,10 @@ from .peers.device_copy import copy_of
 
 def torch_peers(case: Case, outputs: Tensors, failures: list[str]) -> dict[str, tuple[Callable[[], Any], int]]:
     """Name -> peer that runs, and the number of its values that differ from ours."""
-    peers = {}
-    for name, peer in compiled.torch_peers(case.name, case.formula, case.inputs, outputs).items():
+    candidates, peers = compiled.torch_peers(case.name, case.formula, case.inputs, outputs), {}
+    if case.separate:
+        candidates["separate_ops"] = partial(case.separate, torch_call, *case.inputs)
+    for name, peer in candidates.items():
         try:
             theirs = peer()
             differ = count_differing(case, theirs, outputs)

@@ -1,8 +1,9 @@
 """Bytes of one step of the MoE layer, as functions of its shape: moved by each kernel, and saved by the forward.
 
 Recipe `mxfp8`, folded, `prob_in="swiglu"`, bf16 parameters, weights quantized in every step, one device. An array
-counts once where a kernel reads or writes it, and the first 256 columns that swiglu_bwd_fold measures once more; rows
-that it folds twice do not count. Scratch memory does not count. T tokens, R = T k rows, P rows of padded groups, E
+counts once where a kernel reads or writes it, and what a kernel measures before counts once more: the first 256 columns
+of swiglu_bwd_fold, the first 256 rows and columns of quantize_matrix_fold. Rows and columns that they fold twice do not
+count. Scratch memory does not count. T tokens, R = T k rows, P rows of padded groups, E
 experts, D dim, F hidden dim.
 """
 
@@ -34,9 +35,9 @@ class Pass(NamedTuple):
         return max(self.nbytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
 
 
-def passes(shape: MoELayer) -> list[Pass]:
+def passes(shape: MoELayer, gathered: bool = False) -> list[Pass]:
     """All kernels that read or write rows or weights, in order; without the router's products with x and the maps of
-    rows."""
+    rows. gathered: parameters are freed after the forward, as FSDP2's are, and the backward quantizes them again."""
     t, d, f, e, _ = shape
     p, ends, found = padded_rows(t * shape.top_k, e, BLOCK), 4 * e, []
     tokens, chunks = 2 * t * d, spans(p, e)
@@ -51,8 +52,19 @@ def passes(shape: MoELayer) -> list[Pass]:
 
     add(False, "quantize_row_packed", "x -> MX", tokens + mx(t * d))
     add(False, "permute_mx_fold", "MX x -> folded rows", mx(t * d) + 4 * p + ends + row_d)
-    for name, n, k in (("w1", f, d), ("w3", f, d), ("w2", d, f)):
-        add(False, "quantize_matrix_fold", f"{name} -> along both dims", 4 * weight + e * (n + k))
+    sizes = {"w1": (f, d), "w3": (f, d), "w2": (d, f)}
+
+    def add_along_n(*names: str) -> None:
+        for name in names if gathered else ():
+            add(True, "quantize_matrix_fold_t", f"{name} -> along N", 3 * weight + e * sizes[name][1])
+
+    for name, (n, k) in sizes.items():
+        if gathered:
+            add(False, "quantize_row_fold", f"{name} -> along K", 3 * weight + e * n)
+            continue
+        first = weight - e * max(n - SPAN, 0) * max(k - SPAN, 0)
+        operands = f"{name} -> along both dims; first 256 rows and columns again"
+        add(False, "quantize_matrix_fold", operands, 4 * weight + e * (n + k), again=2 * first)
     own = 2 * (weight + e * f + 2 * hidden)  # not shared by the two GEMMs
     add(False, "grouped_mm_fold_pair", "rows, w1, w3 -> gate, up", row_d + ends + own, 2)
     add(False, "swiglu_row_fold", "gate, up, weights -> folded h", 4 * hidden + 4 * p + ends + row_f)
@@ -61,6 +73,7 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "quantize_row_packed", "dy -> MX", tokens + mx(t * d))
     add(True, "permute_mx_fold", "MX dy -> folded dout", mx(t * d) + 4 * p + ends + row_d)
     add(True, "permute_mx_col_fold", "MX dy -> dout along tokens", mx(t * d) + 4 * p + ends + along_d)
+    add_along_n("w2")
     add(True, "grouped_mm_fold", "dout, w2 -> dh", row_d + weight + e * f + ends + 2 * hidden, 1)
     add(
         True,
@@ -69,6 +82,7 @@ def passes(shape: MoELayer) -> list[Pass]:
         6 * hidden + 8 * p + ends + 2 * row_f + 3 * along_f,
         again=6 * p * min(f, SPAN),
     )
+    add_along_n("w1", "w3")
     add(
         True,
         "grouped_mm_fold_sum",
@@ -83,6 +97,16 @@ def passes(shape: MoELayer) -> list[Pass]:
     add(True, "combine", "dx of rows -> dx", 2 * rows + 4 * t * shape.top_k + tokens)
     add(True, "logits_bwd", "dlogits, router, dx -> dx", 4 * t * e + 2 * e * d + 2 * tokens)
     return found
+
+
+def bytes_per_weight(shape: MoELayer, gathered: bool = False) -> float:
+    """What quantizing the experts' weights reads and writes, by weight.
+
+    >>> round(bytes_per_weight(MoELayer(4096, 2048, 768, 128, 8)), 1)
+    4.8
+    """
+    moved = sum(p.nbytes for p in passes(shape, gathered) if p.operands.startswith(("w1 ->", "w3 ->", "w2 ->")))
+    return moved / (3 * shape.num_experts * shape.dim * shape.hidden_dim)
 
 
 def saved_nbytes(shape: MoELayer, how: How) -> tuple[int, int]:

@@ -34,6 +34,7 @@ class Case:
     by_bytes: whether a device copy of the same bytes is the op's roof.
     magnitude: sum of |terms| of the fp32 sums in the last output, for the error bound; None: all outputs are exact.
     compose: compose(call, *arrays), for several ops.
+    separate: separate(call, *arrays), other ops with the same outputs: a peer.
     """
 
     timed: Timed
@@ -47,6 +48,7 @@ class Case:
     by_bytes: bool = True
     magnitude: Callable[..., Tensor] | None = None
     compose: Callable[..., tuple[Any, ...]] | None = None
+    separate: Callable[..., tuple[Any, ...]] | None = None
 
     @property
     def name(self) -> str:

@@ -25,10 +25,11 @@ class Measured(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of the measured model. weights: that a token is multiplied by."""
+    """Of the measured model. batches: of a GPU; weights: that a token is multiplied by."""
 
     config: Any
     batches: Batches
+    gpus: int
     weights: int
     largest_group: float
 
@@ -36,14 +37,14 @@ class Sizes(NamedTuple):
     def flops(self) -> int:
         """Of an optimizer step: 6 per token and weight of a product; of the experts' weights the chosen ones. Without
         the products of queries, keys and values."""
-        return 6 * self.weights * self.batches.tokens
+        return 6 * self.weights * self.batches.tokens * self.gpus
 
 
 def case_of(name: str, model: Model, sizes: Sizes, attention: str) -> dict[str, object]:
     """attention: its implementation."""
     batches = sizes.batches
     return {
-        "model": name, "gpus": 1, "layers": sizes.config.num_hidden_layers, "of_layers": model.layers,
+        "model": name, "gpus": sizes.gpus, "layers": sizes.config.num_hidden_layers, "of_layers": model.layers,
         "experts": experts_of(sizes.config), "of_experts": model.experts, "sequences": batches.sequences,
         "length": batches.length, "micro_batches": batches.micro_batches, "moments": "bf16",
         "attention": attention,
@@ -55,8 +56,9 @@ def find_best(timed: Mapping[str, Steps], bf16: Sequence[str]) -> str:
     return min((of for of in bf16 if of in timed), key=lambda of: timed[of].sample.us)
 
 
-def print_rates(name: str, timed: Mapping[str, Steps], batches: Batches) -> None:
-    rates = (f"{of} {batches.tokens / found.sample.us * 1e6:,.0f}" for of, found in timed.items())
+def print_rates(name: str, timed: Mapping[str, Steps], tokens: int) -> None:
+    """tokens: of a step of all GPUs."""
+    rates = (f"{of} {tokens / found.sample.us * 1e6:,.0f}" for of, found in timed.items())
     print(f"{name}: tokens/s: {', '.join(rates)}", flush=True)
 
 

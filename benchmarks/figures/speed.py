@@ -84,8 +84,8 @@ def _against_sonic(rows: Sequence[Row]) -> list[Row]:
 
 
 def _models(rows: Sequence[Row]) -> list[Row]:
-    """Whole training steps of models in PyTorch on one GPU."""
-    return [row for row in rows if is_model(row["op"]) and row["frontend"] == "torch" and row["case"]["gpus"] == 1
+    """Whole training steps of models on one GPU, in both frontends."""
+    return [row for row in rows if is_model(row["op"]) and row["case"]["gpus"] == 1
             and row["case"]["candidate"] == OURS]  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
     sizes = "; ".join("/".join(map(str, sizes)) for sizes in H200.moe_layers)
     sonic = len(_against_sonic(rows))
     few = f" SonicMoE: {sonic} of the sizes, [few configurations](docs/results/performance.md)." if sonic else ""
-    models = ", ".join(f"{row['case']['model']} ({row['case']['layers']} layers)" for row in _models(rows))
-    models = f" Models: {models}." if models else ""
+    named = dict.fromkeys(f"{row['case']['model']} ({row['case']['layers']} layers)" for row in _models(rows))
+    models = f" Models, in PyTorch or JAX: {', '.join(named)}." if named else ""
     return "\n".join([
         *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",

@@ -234,7 +234,7 @@ def jax_lines(name: str, model: Model, batches: Batches, failures: list[str]) ->
     training.restart(TIMED_LR)
     steps: dict[str, Step] = {of: (partial(training.step, of), _norm_end) for of in candidates}
     timed = training_steps(steps, energy.counter() if jax.default_backend() == "gpu" else None)
-    print_rates(name, timed, batches)
+    print_rates(name, timed, batches.tokens)
     measured = {}
     for candidate in timed:
         us, found = timed[candidate].sample.us, parts_jax.step_parts(training, candidate)
@@ -245,7 +245,7 @@ def jax_lines(name: str, model: Model, batches: Batches, failures: list[str]) ->
         )
         whole = experts.us * training.sizes.layers * batches.micro_batches
         print_parts(f"{name}, {candidate}", parts_us, found.other, us, whole)
-    sizes = Sizes(training.config, batches, _weights(training), alone.largest_group)
+    sizes = Sizes(training.config, batches, 1, _weights(training), alone.largest_group)
     case = case_of(name, model, sizes, training.attention)
     yield from model_lines("jax", case, sizes, measured, find_best(timed, BF16))
 

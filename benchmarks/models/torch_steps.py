@@ -1,4 +1,5 @@
-"""`python -m benchmarks models`: whole training steps of models of transformers on one GPU, in tokens per second.
+"""`python -m benchmarks models`: whole training steps of models of transformers, in tokens per second, on one GPU; by
+torchrun on several, whose weights FSDP2 shards.
 
     one layer    --gradients against grouped_mm; experts alone, forward and backward; memory--> layers that fit
     these layers --losses of the first steps against grouped_mm--> back-to-back optimizer steps, candidates alternating
@@ -10,25 +11,29 @@
 
 The layers of every candidate are compiled. The faster of the last two is the peer, `best_bf16`. A candidate that fails
 is printed; the run measures the others and then ends with an error. `--only NAME` measures one model, within
-ten minutes. `--frontend jax`: jax_steps.py.
+ten minutes. `--frontend jax`: jax_steps.py. On several GPUs the model has the layers that fit into one, and one layer
+is checked and timed on every GPU by itself.
 """
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from mxep.torch_frontend.integrations.transformers import register_experts
 from torch import Tensor, nn
 
 from ..cases.error_check import Error
-from ..cases.models import check, fit, parts
+from ..cases.models import check, fit, parts, sharded
 from ..cases.models.sizes import MODELS, Model, experts_of
 from ..cases.models.training import BATCHES, Batches, ExpertsInput, Training, experts_input, imbalance
 from ..clocks import device_timing, energy
 from ..clocks.timing import Sample
 from ..clocks.training_steps import training_steps
+from ..ep import join, rank_device
 from ..figures.failures import failed, guarded
 from ..figures.model_lines import Measured, Sizes, case_of, find_best, model_lines, print_parts, print_rates, with_idle
 from ..figures.results import Line
@@ -73,7 +78,7 @@ def _experts_step(module: nn.Module, given: ExpertsInput, training: Training, im
 
 def one_layer(name: str, model: Model, batches: Batches, device: str, failures: list[str]) -> OneLayer:
     """Check the gradients, time the experts, and measure the memory of a micro-batch."""
-    training = Training(model, 1, batches, device, check.CHECKED_LR)
+    training = Training(model, 1, batches, device, check.CHECKED_LR, whole=True)
     module, given = experts_input(training)
     want = check.gradients(training, REFERENCE)
     errors: dict[str, Error] = {REFERENCE: {"grade": "reference", "sqnr_db": 0.0}}
@@ -102,6 +107,7 @@ def _layers(name: str, model: Model, one: OneLayer) -> int:
         return 2
     total = torch.cuda.get_device_properties(0).total_memory - torch.cuda.memory_allocated()
     layers = fit.layers_that_fit(total, one.weights, one.weights_of_layer, one.memory, model.layers)
+    layers = sharded.extreme(layers, "cuda", dist.ReduceOp.MIN)
     fit.print_layers(name, layers, model.layers, total, one.weights, one.weights_of_layer, one.memory)
     return layers
 
@@ -146,7 +152,7 @@ def torch_lines(name: str, model: Model, batches: Batches, device: str, failures
     end = device_timing.torch_end(device)
     steps = {of: (partial(_run, training, CANDIDATES[of]), end) for of in CANDIDATES if of in errors}
     timed = training_steps(steps, energy.counter() if device == "cuda" else None)
-    print_rates(name, timed, batches)
+    print_rates(name, timed, batches.tokens * sharded.ranks())
     best, measured = find_best(timed, BF16), {}
     for candidate in timed:
         training.use(CANDIDATES[candidate])
@@ -156,27 +162,37 @@ def torch_lines(name: str, model: Model, batches: Batches, device: str, failures
         found = parts.step_parts(training)
         parts_us = with_idle(found.us, us)
         peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        measured[candidate] = Measured(timed[candidate], parts_us, experts, None, peak, errors[candidate])
+        if peak is not None:
+            peak = sharded.extreme(peak, device, dist.ReduceOp.MAX)
+        joules = timed[candidate].joules
+        if joules is not None:
+            joules = round(sharded.total(joules, device), 2)
+        steps = timed[candidate]._replace(joules=joules)
+        measured[candidate] = Measured(steps, parts_us, experts, None, peak, errors[candidate])
         alone = experts.us * training.config.num_hidden_layers * batches.micro_batches
         print_parts(f"{name}, {candidate}", parts_us, found.other, us, alone)
-    sizes = Sizes(training.config, batches, _weights(training), one.largest_group)
+    sizes = Sizes(training.config, batches, sharded.ranks(), _weights(training), one.largest_group)
     yield from model_lines("torch", case_of(name, model, sizes, model.attention), sizes, measured, best)
 
 
 def lines(
     only: Sequence[str], models: Mapping[str, Model] = MODELS, batches: Batches = BATCHES, device: str = "cuda"
 ) -> Iterator[Line]:
-    """Check and measure every model, or those named. Raises RuntimeError at the end if anything failed.
+    """Check and measure every model, or those named; the lines are of rank 0. Raises RuntimeError at the end if
+    anything failed.
 
     models, batches, device: other than the defaults only in tests, on a CPU.
     """
     failures: list[str] = []
+    if "RANK" in os.environ:  # a process of torchrun
+        join("models", rank_device())
     for name in ("mxfp8", "bf16"):
         register_experts(name)
     with torch._dynamo.config.patch(COMPILED):
         for name, model in models.items():
             if not only or name in only:
-                yield from guarded(name, torch_lines(name, model, batches, device, failures), failures)
+                found = guarded(name, torch_lines(name, model, batches, device, failures), failures)
+                yield from (line for line in found if not sharded.rank())
                 _collect(device)
     if failures:
         raise RuntimeError("models: " + "; ".join(failures))

@@ -93,6 +93,10 @@ def quantize_matrix_fold(x: jax.Array) -> tuple[jax.Array, ...]:
     return *quantize_row_fold(x, WEIGHT_HEADROOM), *quantize_row_fold(x.mT, WEIGHT_HEADROOM)
 
 
+def quantize_matrix_fold_t(x: jax.Array) -> Pair:
+    return quantize_row_fold(x.mT, WEIGHT_HEADROOM)
+
+
 def quantize_rowwise(x: jax.Array) -> Pair:
     codes, byte = _encode(x, x.shape[-1])
     return _bits(codes, jnp.uint8).reshape(x.shape), byte[..., 0].astype(jnp.uint8)

@@ -113,6 +113,10 @@ def quantize_matrix_fold(x: Tensor, qf: Tensor, row_sf: Tensor, qf_t: Tensor, co
     quantize_row_fold(x.mT.contiguous(), qf_t, col_sf, headroom=WEIGHT_HEADROOM)
 
 
+def quantize_matrix_fold_t(x: Tensor, qf_t: Tensor, col_sf: Tensor) -> None:
+    quantize_row_fold(x.mT.contiguous(), qf_t, col_sf, headroom=WEIGHT_HEADROOM)
+
+
 def quantize_rowwise(x: Tensor, qf: Tensor, row_sf: Tensor) -> None:
     codes, bytes_ = _encode(x.float(), -1)
     qf.copy_(codes)

@@ -69,6 +69,15 @@ def many_groups(rng: Rng, m: int) -> Arrays:
     return q[:37], sf[:37], ends.astype(np.int32) * np.int32(32)
 
 
+def _matrix_cases(op: str) -> dict[str, Case]:
+    return {
+        op: Case(op, lambda rng, m: matrix(rng, m + 32), FLOOR, 32),  # one matrix, which has rows if m is 0, too
+        f"{op}_3d": Case(op, lambda rng, m: (floats(rng, m // 32, 32, K),), multiple=32),
+        f"{op}_beyond": Case(op, weights_beyond, multiple=32),
+        f"{op}_sorted": Case(op, weights_sorted, {"rounding": 1}, 32),
+    }
+
+
 CASES = {
     **of_matrices("quantize_row_fold"),
     "fold_rows": Case("fold_rows", mx),
@@ -95,17 +104,15 @@ CASES = {
     ),
     "permute_mx_fold": Case("permute_mx_fold", packed_and_map),
     "permute_mx_col_fold": Case("permute_mx_col_fold", packed_map_and_ends, multiple=32),
-    # one matrix, which has rows if m is 0, too
-    "quantize_matrix_fold": Case("quantize_matrix_fold", lambda rng, m: matrix(rng, m + 32), FLOOR, 32),
-    "quantize_matrix_fold_3d": Case("quantize_matrix_fold", lambda rng, m: (floats(rng, m // 32, 32, K),), multiple=32),
-    "quantize_matrix_fold_beyond": Case("quantize_matrix_fold", weights_beyond, multiple=32),
-    "quantize_matrix_fold_sorted": Case("quantize_matrix_fold", weights_sorted, {"rounding": 1}, 32),
+    **_matrix_cases("quantize_matrix_fold"),
+    **_matrix_cases("quantize_matrix_fold_t"),
 }
 TIMED = (
     timed("quantize_row_fold", "M K"),
     timed("quantize_both_fold", "M K G"),
     timed("requantize_col_fold", "M K G"),
     timed("quantize_matrix_fold", "G N K"),
+    timed("quantize_matrix_fold_t", "G N K"),
 )
 
 
@@ -277,9 +284,8 @@ def _beyond_the_first_span(name: str) -> Array:
     return x.astype(BF16)
 
 
-def _of_matrices() -> Iterator[tuple[str, Case]]:
-    """quantize_matrix_fold."""
-    op = "quantize_matrix_fold"
+def _of_matrices(op: str) -> Iterator[tuple[str, Case]]:
+    """quantize_matrix_fold and quantize_matrix_fold_t."""
     for name in SPECIAL:
         for mode, options in MODES.items():
             yield f"{op}-matrix-{name}-{mode}", fixed(op, MATRICES[name], **options)
@@ -340,6 +346,7 @@ def _of_mx_rows() -> Iterator[tuple[str, Case]]:
         yield f"{op}-no_rows-{of}", fixed(op, np.zeros((0, 64), np.uint8), np.zeros((0, 2), np.uint8), ends)
 
 
-CONFORMANCE = dict(
-    case for of in (_of_rows, _of_groups, _of_both, _of_blockwise, _of_matrices, _of_maps, _of_mx_rows) for case in of()
-)
+CONFORMANCE = {
+    **dict(case for of in (_of_rows, _of_groups, _of_both, _of_blockwise, _of_maps, _of_mx_rows) for case in of()),
+    **dict(case for op in ("quantize_matrix_fold", "quantize_matrix_fold_t") for case in _of_matrices(op)),
+}

@@ -115,7 +115,12 @@ def quantize_matrix_fold(
     """x (..., M, K) -> qf (..., M, K), row_sf (..., M); qf_t (..., K, M), col_sf (..., K): both ways one scale per
     row, with the headroom of weights."""
     rows = quantize_row_fold(x, rounding, satfinite, WEIGHT_HEADROOM)
-    return *rows, *fold_rows(*quantize_col(x, rounding, satfinite), WEIGHT_HEADROOM)
+    return *rows, *quantize_matrix_fold_t(x, rounding, satfinite)
+
+
+def quantize_matrix_fold_t(x: Array, rounding: Rounding | str = Rounding.RCEIL, satfinite: bool = False) -> Pair:
+    """x (..., M, K) -> qf_t (..., K, M), col_sf (..., K): one scale per column, with the headroom of weights."""
+    return fold_rows(*quantize_col(x, rounding, satfinite), WEIGHT_HEADROOM)
 
 
 def requantize_col_fold(

@@ -28,6 +28,7 @@ _BY_MATRICES = (
     "quantize_col",
     "quantize_both",
     "quantize_matrix_fold",
+    "quantize_matrix_fold_t",
     "quantize_squares",
     "quantize_squares_both",
 )

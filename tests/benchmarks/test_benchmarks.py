@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops
+from benchmarks import __main__, gpu, gpu_moe_layer, gpu_ops, layer_bytes
 from benchmarks.cases import moe_layer, shapes
 from benchmarks.cases.ops import families
 from benchmarks.clocks import device_timing, energy, timing
@@ -65,7 +65,7 @@ def test_every_op_is_checked_compared_and_reported(tmp_path: Path, monkeypatch: 
     lines = measured(*families.OPS, "host_overhead")
     assert {line.op for line in lines} == {*families.NAMES, "host_overhead"}
     peers = [line for line in lines if "peer_values_that_differ" in line.error]
-    assert {line.peer for line in peers} == {"torch_compile", "jax_jit"}
+    assert {line.peer for line in peers} == {"torch_compile", "jax_jit", "separate_ops"}
     same_arithmetic = ("quantize", "dequantize", "permute", "unpermute", "routing")
     differ = {(line.op, line.peer): line.error["peer_values_that_differ"] for line in peers}
     assert not {peer: n for peer, n in differ.items() if n and peer[0].startswith(same_arithmetic)}
@@ -184,7 +184,7 @@ def test_a_wrong_layer_is_an_error() -> None:
             moe_layer.check(inputs, want, outputs)
 
 
-@pytest.mark.parametrize("module", [gpu, results, shapes])
+@pytest.mark.parametrize("module", [gpu, layer_bytes, results, shapes])
 def test_examples_in_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
     assert found.attempted

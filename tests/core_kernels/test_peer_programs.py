@@ -102,3 +102,15 @@ def test_chunks_of_any_number_of_experts(parts: Sequence[int]) -> None:
 def test_examples() -> None:
     for module in (programs.program, programs.writer):
         assert doctest.testmod(module).failed == 0
+
+
+def test_a_backward_quantizes_weights_along_n_alone() -> None:
+    written = write_programs(LAYERS[0], 2)
+    of = {name: [step.op for step in program.steps if "matrix_fold" in step.op] for name, program in written.items()}
+    assert of == {
+        "forward": 3 * ["quantize_matrix_fold"],
+        "forward without gradients": 3 * ["quantize_matrix_fold"],
+        "forward, cached weights": [],
+        "backward": 3 * ["quantize_matrix_fold_t"],
+        "backward, cached weights": [],
+    }

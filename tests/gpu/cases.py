@@ -46,11 +46,12 @@ class Case(shared.Case):
             return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape)
         if self.op == "quantize_blockwise_fold":
             return 2 * spans(inputs[0].shape[0], inputs[1].shape[0]) * inputs[0].shape[1]
-        if self.op not in ("quantize_both_fold", "requantize_col_fold", "quantize_matrix_fold"):
-            return 0
         x, ends = inputs[0], inputs[-1]
-        if self.op == "quantize_matrix_fold":
-            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), *x.shape[-2:])
+        if self.op in ("quantize_matrix_fold", "quantize_matrix_fold_t"):
+            lines = x.shape[-1] + (0 if self.op.endswith("_t") else x.shape[-2])
+            return 4 * plan_matrix.scratch_words(x.shape[:-2].numel(), lines)
+        if self.op not in ("quantize_both_fold", "requantize_col_fold"):
+            return 0
         if self.op == "requantize_col_fold":
             return plan_requantize.scratch_bytes(*x.shape, ends.shape[0])
         return plan_both.scratch_bytes(*x.shape, ends.shape[0], str(x.dtype).removeprefix("torch."))

@@ -17,8 +17,10 @@ from mxep import doctor
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.integrations import torchtitan, transformers
 
+from benchmarks.cases.shapes import H200
 from benchmarks.figures import results
 from benchmarks.figures.tables import table_moe_layer
+from benchmarks.layer_bytes import bytes_per_weight
 
 
 def test_examples() -> None:
@@ -42,8 +44,15 @@ def test_the_rows_from_which_mxfp8_gains_are_those_of_the_stored_lines() -> None
     """If this fails, the layers were measured again: write the new number here and in choose_recipe.md."""
     rows = [row for row in results.newest("h200") if row["op"].startswith("moe_layer")]
     assert table_moe_layer.rows_to_gain(rows) == doctor.ROWS_TO_GAIN
-    page = Path(__file__).parents[2] / "docs" / "guides" / "choose_recipe.md"
-    assert f"fewer than about {doctor.ROWS_TO_GAIN} rows per expert" in page.read_text()
+    assert {f"{row['hardware']}, commit {row['commit'][:7]}" for row in rows} == {f"1x NVIDIA {doctor.MEASURED_ON}"}
+    smallest = min(H200.moe_layers, key=lambda shape: shape.tokens * shape.top_k / shape.num_experts)
+    measured = bytes_per_weight(smallest)
+    moved = bytes_per_weight(smallest, gathered=True), measured / 2, measured / 4
+    computed = [table_moe_layer.rows_to_gain(rows, nbytes - measured) for nbytes in moved]
+    assert computed == list(doctor.COMPUTED_ROWS.values())
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "choose_recipe.md").read_text()
+    assert f"fewer than about {doctor.ROWS_TO_GAIN} rows per expert" in page
+    assert all(f"| {n} |" in page for n in (doctor.ROWS_TO_GAIN, *computed))
 
 
 def test_a_reader_that_has_gone() -> None:

@@ -296,6 +296,7 @@ DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "quantize_both_fold": both_fold,
     "quantize_blockwise_fold": lambda rng: (both_fold(rng)[0], {"power_of_two": flip(rng)}),
     "quantize_matrix_fold": of_values([32 * n for n in ROW_BLOCKS], 32),
+    "quantize_matrix_fold_t": of_values([32 * n for n in ROW_BLOCKS], 32),
     "requantize_col_fold": requantize_col_fold,
     "permute_mx_fold": permute_mx_fold,
     "permute_mx_col_fold": permute_mx_col_fold,

@@ -20,7 +20,7 @@ def quantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in (
         *("quantize_row", "quantize_col", "quantize_both", "dequantize"),
-        *("quantize_row_fold", "quantize_matrix_fold"),
+        *("quantize_row_fold", "quantize_matrix_fold", "quantize_matrix_fold_t"),
     ):
         spied(name)
     return calls

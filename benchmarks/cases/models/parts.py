@@ -97,7 +97,8 @@ def _around(event: Any) -> Iterator[Op]:
 def kernels_of(seen: profile, device: str) -> Iterator[tuple[str, list[Op], float]]:
     """Every kernel of a profile: its name, the ops around its launch, and its microseconds.
 
-    A range of `record_function` has an event on the device too, of the same name, which is no kernel.
+    A range of `record_function` has an event on the device too, of the same name, which is no kernel. Collectives run
+    at the same time as others: where a step waits for one, it is idle.
     """
     events: Any = seen.events()
     if device == "cpu":
@@ -106,15 +107,19 @@ def kernels_of(seen: profile, device: str) -> Iterator[tuple[str, list[Op], floa
     launched: dict[str, float] = defaultdict(float)
     for event in events:
         launches = event.kernels if event.device_type.name == "CPU" else ()
-        for kernel in (kernel for kernel in launches if kernel.name != event.name):
+        for kernel in (kernel for kernel in launches if kernel.name != event.name and not _sends(kernel.name)):
             launched[kernel.name] += kernel.duration
             yield kernel.name, list(_around(event)), kernel.duration
     every: dict[str, float] = defaultdict(float)
     for event in events:
-        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation and not _sends(event.name):
             every[event.name] += event.device_time
     # Kernels without an op around their launch, or, of Triton, in a range with their own name.
     yield from ((name, [], us - launched[name]) for name, us in every.items() if us - launched[name] > 0.5)
+
+
+def _sends(kernel: str) -> bool:
+    return kernel.startswith("nccl")
 
 
 def _wait(device: str) -> None:

@@ -9,6 +9,7 @@ are compiled one by one, with each implementation; head and loss are one compile
 at once, in fp32 with their gradient, would take up to 26 GiB.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from . import sharded
 from .sizes import Model
 from .text import text_of_library, token_ids
 
@@ -47,9 +49,15 @@ class Batches(NamedTuple):
 BATCHES = Batches(sequences=4, length=4096, micro_batches=4, steps=4)
 
 
-def head_and_loss(hidden: Tensor, weight: Tensor, labels: Tensor, scale: float) -> Tensor:
-    """hidden (L, D), weight (V, D), labels (L,) -> the sum of the losses times `scale`, in fp32."""
-    return F.cross_entropy(F.linear(hidden, weight).float(), labels, reduction="sum") * scale
+class HeadAndLoss(nn.Module):
+    """hidden (L, D), labels (L,) -> the sum of the losses times `scale`, in fp32."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, hidden: Tensor, labels: Tensor, scale: float) -> Tensor:
+        return F.cross_entropy(self.head(hidden).float(), labels, reduction="sum") * scale
 
 
 @torch.no_grad()
@@ -62,21 +70,26 @@ def draw(model: nn.Module, published_layers: int, seed: int = 0) -> None:
     """
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     for name, parameter in model.named_parameters():
+        values = sharded.values_of(parameter)
         if "bias" in name:
-            parameter.zero_()
+            values.zero_()
         elif "embed_tokens" in name:
-            parameter.normal_(std=EMBEDDING_STD, generator=generator)
+            values.normal_(std=EMBEDDING_STD, generator=generator)
         elif parameter.dim() > 1 or name.endswith("sinks"):
             smaller = (2 * published_layers) ** 0.5 if name.endswith(TO_RESIDUAL) else 1
-            parameter.normal_(std=WEIGHT_STD / smaller, generator=generator)
+            values.normal_(std=WEIGHT_STD / smaller, generator=generator)
         else:
-            parameter.fill_(1)
+            values.fill_(1)
+        sharded.keep(parameter, values)
 
 
 class Training:
-    """A model of so many layers on a device, its optimizer and its tokens."""
+    """A model of so many layers on a device, its optimizer and its tokens. whole: not sharded over the ranks, which all
+    have the same tokens then."""
 
-    def __init__(self, model: Model, layers: int, batches: Batches, device: str, lr: float) -> None:
+    def __init__(
+        self, model: Model, layers: int, batches: Batches, device: str, lr: float, whole: bool = False
+    ) -> None:
         self.config, self.batches, self.device = model.config(layers), batches, device
         self.published_layers = model.layers
         with torch.device(device):
@@ -87,12 +100,16 @@ class Training:
         draw(self.model, model.layers)
         for layer in self.model.model.layers:
             layer.compile(dynamic=False)
-        self.loss = torch.compile(head_and_loss, dynamic=False)
+        self.loss = HeadAndLoss(self.model.lm_head)
+        self.loss.compile(dynamic=False)
+        ranks, rank = (1, 0) if whole else (sharded.ranks(), sharded.rank())
+        self.several = ranks > 1
+        if self.several:
+            sharded.shard(self.model, self.loss, device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
-        needed = batches.steps * batches.micro_batches * batches.sequences * (batches.length + 1)
-        ids = token_ids(text_of_library(needed), self.config.vocab_size)
-        shape = batches.steps, batches.micro_batches, batches.sequences, batches.length + 1
-        self.ids = torch.from_numpy(ids.reshape(shape)).to(device)
+        shape = ranks, batches.steps, batches.micro_batches, batches.sequences, batches.length + 1
+        ids = token_ids(text_of_library(math.prod(shape)), self.config.vocab_size)
+        self.ids = torch.from_numpy(ids.reshape(shape)[rank]).to(device)
         self.masks = self._masks()
         self.steps = 0
 
@@ -132,8 +149,10 @@ class Training:
             hidden = self.hidden(inputs)
         with phase("head and loss"):
             parts, losses = [rows.requires_grad_() for rows in hidden.detach().unbind()], []
-            for rows, targets in zip(parts, labels, strict=True):
-                loss = self.loss(rows, self.model.lm_head.weight, targets, 1 / self.batches.tokens)
+            for i, (rows, targets) in enumerate(zip(parts, labels, strict=True)):
+                if self.several:
+                    sharded.end_head(self.loss, last=i == len(parts) - 1)
+                loss = self.loss(rows, targets, 1 / self.batches.tokens)
                 loss.backward()
                 losses.append(loss.detach())
             gradient = torch.stack([rows.grad for rows in parts if rows.grad is not None])
@@ -143,9 +162,10 @@ class Training:
         return torch.stack(losses).sum()
 
     def accumulate(self, phase: Phase = nullcontext, micro_batches: int | None = None) -> Tensor:
-        """The loss of a step; the gradients of its micro-batches are added up."""
+        """The loss of a step, the mean of all ranks; the gradients of its micro-batches are added up."""
         ids = self.ids[self.steps % self.batches.steps][:micro_batches]
-        return torch.stack([self.micro_batch(of_one, phase) for of_one in ids]).sum()
+        loss = torch.stack([self.micro_batch(of_one, phase) for of_one in ids]).sum()
+        return sharded.mean(loss) if self.several else loss
 
     def update(self, phase: Phase = nullcontext) -> None:
         """Clip the gradients, change the weights and drop the gradients."""

@@ -1,15 +1,22 @@
 """Cases of the family `fold`: quantize, then rescale to one scale per row, or per feature and 256 tokens."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from mxep.core_kernels.cases import Layer
 from mxep.core_kernels.fold.cases import TIMED
+from mxep.core_kernels.formats import WEIGHT_HEADROOM
+from torch import Tensor
 
 from ..case import Call, Case, equal_groups, group_part, rows_part, values
 
 
+def _in_two_ops(call: Call, w: Tensor) -> tuple[Any, ...]:
+    return call("fold_rows", *call("quantize_col", w), headroom=WEIGHT_HEADROOM)
+
+
 def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
-    row, both, requantize, matrix = TIMED
+    row, both, requantize, matrix, transposed = TIMED
     x, g, (length, ends) = (
         values(layer.tokens, layer.dim, device=device),
         layer.local_experts,
@@ -22,3 +29,4 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     del x, mx
     w = values(g, layer.hiddens[0], layer.dim, device=device)
     yield Case(matrix, layer, (w,), rows_part, slice_=1, formula=matrix.name)
+    yield Case(transposed, layer, (w,), rows_part, slice_=1, formula=transposed.name, separate=_in_two_ops)

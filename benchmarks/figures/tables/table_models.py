@@ -67,8 +67,9 @@ def _parts(rows: Sequence[Row]) -> list[str]:
     shown: dict[tuple[str, str], Row] = {}
     for row in rows:
         case = row["case"]
-        shown.setdefault((case["model"], _named(row, "peer_is")), row["peer_parts_us"])
-        shown.setdefault((case["model"], _named(row, "candidate")), row["parts_us"])
+        on = f", {case['gpus']} GPUs" if case["gpus"] > 1 else ""
+        shown.setdefault((case["model"], _named(row, "peer_is") + on), row["peer_parts_us"])
+        shown.setdefault((case["model"], _named(row, "candidate") + on), row["parts_us"])
     cells = [
         (f"`{model}`", candidate, *(f"{parts[name] / sum(parts.values()):.1%}" for name in names))
         for (model, candidate), parts in sorted(shown.items())
@@ -84,16 +85,18 @@ def table(rows: list[Row]) -> str:
     """The section; "" without lines."""
     if not rows:
         return ""
-    rows = sorted(rows, key=lambda row: (row["case"]["model"], row["case"]["candidate"] != OURS))
+    rows = sorted(rows, key=lambda row: (row["case"]["model"], row["case"]["gpus"], row["case"]["candidate"] != OURS))
     case = rows[0]["case"]
+    of_gpus = [{**row, "hardware": row["hardware"].split("x ")[-1]} for row in rows]  # a column has their number
     return "\n".join([
         "## Whole training steps of models",
         "",
-        f"{machine(rows)}. Models of transformers by their published sizes, random weights, real text; "
+        f"{machine(of_gpus)}. Models of transformers by their published sizes, random weights, real text; "
         f"{case['sequences']} sequences of {case['length']} tokens per micro-batch and {case['micro_batches']} "
         "micro-batches per optimizer step: forward, backward, clipping and fused AdamW. Weights, gradients and moments "
         "are bf16, the layers of every candidate are compiled, and head and loss take one sequence at a time. JAX: the "
-        "same layers in plain JAX with AdamW of optax, and the peak memory of XLA's plan.",
+        "same layers in plain JAX with AdamW of optax, and the peak memory of XLA's plan. Several GPUs: weights "
+        "sharded by FSDP2, tokens per second and joules of all.",
         "",
         "- *layers*, *experts*: as many layers as fit, without recomputation, each with experts; of the published.",
         "- *best bf16*: the faster of recipe `bf16` of mxep and `grouped_mm` of transformers, in JAX `ragged_dot`, in "

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from ...layer_bytes import BYTES_PER_S
 from .table_ops import machine
 
 Row = dict[str, Any]
@@ -155,18 +156,19 @@ GAIN = (
 )
 
 
-def rows_to_gain(rows: Sequence[Row]) -> int | None:
+def rows_to_gain(rows: Sequence[Row], more_bytes: float = 0) -> int | None:
     """Rows per expert from which recipe mxfp8 is faster than recipe bf16, to tens; None without lines of two sizes.
 
     Floors of bytes do not depend on the rows, and floors of operations grow with them: the time that a weight gains is
-    a line in the rows, where products are bound by bytes or little above."""
+    a line in the rows, where products are bound by bytes or little above. more_bytes: what a step reads and writes for
+    each weight beyond the measured step, at the rate of copies; then the result is computed, not measured."""
     points = []
     for row in rows:
         case = row["case"]
         usual = case["recipe"] == "mxfp8" and not {"weights", "launch", "routing"} & case.keys()
         if usual and row["op"] == "moe_layer_fwd_bwd" and row["peer"] == RECIPE_BF16 and case.get("clock"):
             weights = 3 * case["num_experts"] * case["dim"] * case["hidden_dim"]
-            gain = (row["peer_us"] - row["us"]) / weights
+            gain = (row["peer_us"] - row["us"]) / weights - more_bytes / BYTES_PER_S * 1e6
             points.append((case["tokens"] * case["top_k"] / case["num_experts"], gain))
     if len(points) < 2:
         return None

@@ -1,4 +1,4 @@
-// Two steps of cuda.cu on a tile of 256 rows x 128 columns.
+// Two steps of cuda.cu on a tile of 256 rows x 128 columns, and their parts for columns alone.
 //
 //   measure   tile --> largest block of each row, or of each column, or both --> maxima in global memory
 //   write     tile, maxima --> qf, qf_t; from the first tiles also row_sf and col_sf; lines with a larger block
@@ -173,6 +173,38 @@ __device__ inline void note_larger(uint32_t bytes, uint32_t magnitudes, uint32_t
     if (exceed >> i * 8 & 1) raise(larger + i, of_blocks >> i * 8 & 0xFF);
 }
 
+// From the scale bytes of a lane's four column blocks, of a tile with the columns' first spans: writes the columns'
+// scales, and returns their magnitudes. `col`: the lane's first column of all matrices.
+__device__ inline uint32_t set_column_scales(uint32_t bytes, bool exists, int64_t col, const MatrixFold& p) {
+  __shared__ uint32_t of_blocks[MatrixTile::kDown][32];
+  static_assert(MatrixTile::kThreads == 32 * MatrixTile::kDown);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  of_blocks[warp][lane] = exists ? __vadd4(bytes, kOnes) : 0;
+  __syncthreads();
+  uint32_t first = 0;
+#pragma unroll
+  for (int i = 0; i < MatrixTile::kDown; ++i) first = __vmaxu4(first, of_blocks[i][lane]);
+  const uint32_t magnitudes = least_magnitudes(first, kWeightHeadroom);
+  if (exists && warp == 0) {
+    const auto byte = [&](int i) { return first >> i * 8 & 0xFF; };
+    *reinterpret_cast<uint4*>(p.columns.first + col) = make_uint4(byte(0), byte(1), byte(2), byte(3));
+    *reinterpret_cast<uint4*>(p.columns.larger + col) = uint4{};
+    *reinterpret_cast<uint32_t*>(p.col_sf + col) = __vsub4(magnitudes, kOnes);
+  }
+  return magnitudes;
+}
+
+// Writes the codes of a tile's columns. `bytes` and `scales`: of the blocks and of the columns of a lane.
+__device__ inline void write_column_codes(const MatrixTile& tile, uint32_t bytes, uint32_t scales, MatrixCodes& codes,
+                                          const MatrixFold& p, ScaleRule rule, const TileCoord& at) {
+  stage_columns(tile, bytes, rule, codes, [&](int c) { return scales >> c % 4 * 8 & 0xFF; });
+  __syncthreads();
+  const int64_t first = (at.batch * p.grid.cols + at.col) * p.grid.rows + at.row;
+  write_lines<MatrixTile::kThreads>(codes.codes, codes.swizzled, reinterpret_cast<uint4*>(p.qf_t + first),
+                                    p.grid.rows / 16, p.grid.cols - at.col, (p.grid.rows - at.row) / 16, threadIdx.x,
+                                    StreamingStore{});
+}
+
 // Writes the codes of a tile, and the scales of its rows and columns if it is the first of them.
 __device__ inline void write_tile(const MatrixTile& tile, LaneMagnitudes of, MatrixCodes& codes, const MatrixFold& p,
                                   ScaleRule rule, const TileCoord& at) {
@@ -191,12 +223,7 @@ __device__ inline void write_tile(const MatrixTile& tile, LaneMagnitudes of, Mat
     note_larger(of_columns, of.columns, p.columns.larger + col);
     note_larger(of_rows, of.rows, p.rows.larger + row);
   }
-  stage_columns(tile, of_columns, rule, codes, [&](int c) { return col_scales >> c % 4 * 8 & 0xFF; });
-  __syncthreads();
-  const int64_t first = (at.batch * p.grid.cols + at.col) * p.grid.rows + at.row;
-  write_lines<MatrixTile::kThreads>(codes.codes, codes.swizzled, reinterpret_cast<uint4*>(p.qf_t + first),
-                                    p.grid.rows / 16, p.grid.cols - at.col, (p.grid.rows - at.row) / 16, threadIdx.x,
-                                    StreamingStore{});
+  write_column_codes(tile, of_columns, col_scales, codes, p, rule, at);
   fold_rows(tile, of_rows, of.rows, p.qf + slice.first, static_cast<uint32_t>(p.grid.cols), slice.exists,
             StreamingStore{});
 }

@@ -68,7 +68,7 @@ def write_ffn_forward(
     add_addresses(to, sizes, of_peers)
     add_home(to, sizes, memory, of_peers)
     arrived = add_pulls(to, sizes, memory, "x", chunks)
-    add_quantized(to, sizes, _matrices(sizes)) if quantize else give_operands(to, sizes, False, _matrices(sizes))
+    (add_quantized if quantize else give_operands)(to, sizes, False, _matrices(sizes))
     if of_peers:
         to.arrays["no_numbers"] = ArrayType((0,), "float32")
     else:
@@ -102,7 +102,7 @@ def write_ffn_backward(sizes: Sizes, memory: Memory, quantize: bool, of_peers: b
     to.give("up", (m, f), "bfloat16")
     to.give("prob", (m,), "float32")
     arrived = add_pulls(to, sizes, memory, "y", chunks)
-    add_quantized(to, sizes, _matrices(sizes)) if quantize else give_operands(to, sizes, True, _matrices(sizes))
+    (add_quantized if quantize else give_operands)(to, sizes, True, _matrices(sizes))
     for chunk, mark in zip(chunks, arrived, strict=True):
         to.wait(MAIN, mark)
         operands = "y_qf", "y_row_sf", "w2_q_t", "w2_sf_t", "group_ends"

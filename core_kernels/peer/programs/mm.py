@@ -88,8 +88,4 @@ def write_mm_backward(sizes: Sizes, memory: Memory, quantize: bool) -> Program:
 
 
 def _weights(to: Writer, sizes: Sizes, quantize: bool, transposed: bool) -> None:
-    matrices = {"w": (sizes.hidden, sizes.dim)}
-    if quantize:
-        add_quantized(to, sizes, matrices)
-    else:
-        give_operands(to, sizes, transposed, matrices)
+    (add_quantized if quantize else give_operands)(to, sizes, transposed, {"w": (sizes.hidden, sizes.dim)})

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ...fold.matrix.plan import quantize_matrix_fold
+from ...fold.matrix.plan import quantize_matrix_fold, quantize_matrix_fold_t
 from ...formats import packed_width
 from ...launch import ArrayType, KernelOp
 from .program import ADDRESSES, ALIGNMENT, ALL, MAIN, SIDE, Program, Step, nbytes_of, place
@@ -170,11 +170,13 @@ def add_push(to: Writer, memory: Memory, rows: str, numbers: str, groups: tuple[
     to.send("push_rows", inputs, {}, attrs, groups)
 
 
-def add_quantized(to: Writer, sizes: Sizes, matrices: Matrices) -> None:
+def add_quantized(to: Writer, sizes: Sizes, transposed: bool, matrices: Matrices) -> None:
+    """transposed: a backward, which reads the operands along N alone. A forward also makes what its backward may save;
+    there is no CUDA kernel for the operands along K alone."""
+    op, parts = (quantize_matrix_fold_t, ()) if transposed else (quantize_matrix_fold, ("q", "sf"))
     for name, shape in matrices.items():
         to.give(name, (sizes.groups, *shape), sizes.dtype)
-        parts = [f"{name}_{part}" for part in ("q", "sf", "q_t", "sf_t")]
-        to.add(quantize_matrix_fold, (name,), parts, rounding=sizes.rounding)
+        to.add(op, (name,), [f"{name}_{part}" for part in (*parts, "q_t", "sf_t")], rounding=sizes.rounding)
 
 
 def add_addresses(to: Writer, sizes: Sizes, of_peers: bool) -> None:

@@ -122,7 +122,7 @@ class FoldForm(NamedTuple):
         return self.rows(w, headroom=WEIGHT_HEADROOM)
 
     def along_columns(self, w: jax.Array) -> Folded:
-        return self.rows(ops.quantize_col(w, rounding=self.rounding), headroom=WEIGHT_HEADROOM)
+        return Folded(*ops.quantize_matrix_fold_t(w, rounding=self.rounding))
 
     def weights(self, w: jax.Array) -> WeightOperands:
         q, sf, q_t, sf_t = ops.quantize_matrix_fold(w, rounding=self.rounding)

@@ -1,6 +1,6 @@
 """The cases of the folds that are composed of other ops in Triton, on every backend.
 
-In Triton's interpreter run one case of each kind of values, all cases without rows, and all of quantize_matrix_fold.
+In Triton's interpreter run one case of each kind of values, all cases without rows, and all of matrices.
 """
 
 import pytest
@@ -8,19 +8,17 @@ from mxep.core_kernels.fold.cases import CONFORMANCE
 
 from .. import cases
 
+MATRICES = "quantize_matrix_fold", "quantize_matrix_fold_t"
 COMPOSED = (
-    "quantize_both_fold",
-    "quantize_blockwise_fold",
-    "quantize_matrix_fold",
-    "permute_mx_col_fold",
-    "requantize_col_fold",
+    *(*MATRICES, "quantize_both_fold", "quantize_blockwise_fold"),
+    *("permute_mx_col_fold", "requantize_col_fold"),
 )
 CASES = {name: case for name, case in CONFORMANCE.items() if case.op in COMPOSED}
 
 
 def _parameter(name: str) -> object:
     op, kind, *_ = name.split("-")
-    runs = op == "quantize_matrix_fold" or kind == "no_rows"
+    runs = op in MATRICES or kind == "no_rows"
     return pytest.param(name, marks=[pytest.mark.needs(op), *([] if runs else [pytest.mark.composed(op, kind)])])
 
 

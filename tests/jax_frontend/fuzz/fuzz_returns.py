@@ -118,7 +118,7 @@ OPS: Rows = (
     ("ops.route.top_k", may("another number of choices", "1", "7")),
     ("ops.*.headroom", may("another headroom", "0", "7")),
     (
-        "ops.combine_bwd_row.rounding ops.*_col_fold.rounding ops.quantize_matrix_fold.rounding"
+        "ops.combine_bwd_row.rounding ops.*_col_fold.rounding ops.quantize_matrix_fold*.rounding"
         " ops.swiglu_bwd_fold.rounding",
         may("the other rounding", "0", "1"),
     ),
@@ -138,7 +138,7 @@ OPS: Rows = (
     ("ops.quantize_row_fold.x ops.quantize_rowwise.x", NUMBERS, any_size(0), more_blocks(1), ROWS_MORE, FLOAT32),
     ("ops.quantize_both.x", NUMBERS, blocks(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.quantize_both_fold.x ops.quantize_blockwise_fold.x", NUMBERS, more_blocks(0), more_blocks(1), FLOAT32),
-    ("ops.quantize_matrix_fold.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32),
+    ("ops.quantize_matrix_fold*.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32),
     ("ops.quantize_col.x", NUMBERS, blocks(0), any_size(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs", NUMBERS, larger(0)),
     ("ops.grouped_wgrad_bf16_t.?hs_t", NUMBERS, any_size(0)),

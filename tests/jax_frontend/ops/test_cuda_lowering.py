@@ -91,11 +91,17 @@ def test_rows_wider_than_the_cuda_kernel_takes_are_folded_in_parts() -> None:
         assert ops_of(lowered) == Counter(expected)
 
 
-def test_weights_in_fp32_are_folded_in_parts() -> None:
-    parts = ["quantize_both", "fold_rows", "fold_rows"]
-    for w, expected in ((bf16(G, N, K), ["quantize_matrix_fold"]), (f32(G, N, K), parts)):
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("quantize_matrix_fold", ["quantize_both", "fold_rows", "fold_rows"]),
+        ("quantize_matrix_fold_t", ["quantize_col", "fold_rows"]),
+    ],
+)
+def test_weights_in_fp32_are_folded_in_parts(name: str, parts: list[str]) -> None:
+    for w, expected in ((bf16(G, N, K), [name]), (f32(G, N, K), parts)):
         with lower_for("sm_90"):
-            lowered = jax.jit(ops.quantize_matrix_fold).trace(w).lower(lowering_platforms=("cuda",))
+            lowered = jax.jit(getattr(ops, name)).trace(w).lower(lowering_platforms=("cuda",))
         assert ops_of(lowered) == Counter(expected)
 
 

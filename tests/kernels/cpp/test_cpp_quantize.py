@@ -190,9 +190,10 @@ def test_both_operands_of_an_activation_between_guards(cpp_op, ends, dtype):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])
 @pytest.mark.parametrize("shape", [(32, 32), (3, 96, 160), (0, 32, 64)], ids=str)
-def test_both_operands_of_a_weight_between_guards(cpp_op, shape, dtype):
+@pytest.mark.parametrize("op", ["quantize_matrix_fold", "quantize_matrix_fold_t"])
+def test_operands_of_a_weight_between_guards(cpp_op, op, shape, dtype):
     x = np.random.default_rng(4).standard_t(1, shape).astype(dtype)
-    same_bytes(cpp_op(matrix_fold.quantize_matrix_fold, x), fold_oracle.quantize_matrix_fold(x))
+    same_bytes(cpp_op(getattr(matrix_fold, op), x), getattr(fold_oracle, op)(x))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=["bf16", "f32"])

@@ -126,7 +126,11 @@ PUBLIC: Rows = (
 
 OPS: Rows = (
     # Options.
-    ("ops.*.satfinite ops.*.power_of_two ops.route*.normalize ops.route.force_balance ops.route_bwd.split", FALSE),
+    (
+        "ops.*.satfinite ops.*.power_of_two ops.*.clear_rest ops.route*.normalize ops.route.force_balance"
+        " ops.route_bwd.split",
+        FALSE,
+    ),
     ("ops.swiglu*.alpha", REAL),
     ("ops.swiglu*.limit", REAL, may("no limit", "0.0")),
     ("ops.swiglu*.offset", REAL, may("another offset", "-1.0", "0.0")),
@@ -153,7 +157,7 @@ OPS: Rows = (
         "ops.quantize_both_fold.x ops.quantize_blockwise_fold.x",
         *(NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, FLOAT32),
     ),
-    ("ops.quantize_matrix_fold.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32, META),
+    ("ops.quantize_matrix_fold*.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32, META),
     ("ops.quantize_col.x", NUMBERS, blocks(0), any_size(1), EMPTY, SWAPPED, ROWS_MORE, FLOAT32, META),
     ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs", NUMBERS, larger(0), LAST_ROW),
     ("ops.grouped_mm_bf16.rhs_t ops.grouped_wgrad_bf16.?hs", NUMBERS, any_size(1)),

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from mxep.core_kernels.policy.recipe import RECIPES, Recipe
 from mxep.torch_frontend import MoE, MXTensor, SharedExpert
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.cases.shapes import H200, MoELayer
@@ -101,12 +101,16 @@ def test_what_the_forward_saves(shape: MoELayer, monkeypatch: pytest.MonkeyPatch
     assert saved(lambda: again(x), list(again.parameters())) == sum(saved_nbytes(shape, "recompute"))
 
 
+@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
-def test_what_each_kernel_moves(shape: MoELayer) -> None:
+def test_what_each_kernel_moves(shape: MoELayer, gathered: bool) -> None:
     moe, x = layer_of(shape, folded())
+    if gathered:
+        for name in ("w1", "w3", "w2"):  # a version of 0, as FSDP2's parameters have
+            setattr(moe.experts, name, nn.Parameter(getattr(moe.experts, name).detach().clone()))
     with Moved() as moved:
         moe(x)[0].backward(torch.ones_like(x))
-    assert moved.found == [(p.op, p.nbytes - p.again) for p in passes(shape)]
+    assert moved.found == [(p.op, p.nbytes - p.again) for p in passes(shape, gathered)]
 
 
 def step(moe: MoE, x: Tensor) -> list[Tensor]:

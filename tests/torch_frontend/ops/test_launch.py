@@ -78,13 +78,14 @@ def test_triton_sorts_by_more_experts_than_the_cuda_kernel_takes(capability: Cal
             sort_by(4097, "cuda")
 
 
-def test_weights_in_fp32_are_folded_in_parts(capability: Callable) -> None:
+@pytest.mark.parametrize("name", ["quantize_matrix_fold", "quantize_matrix_fold_t"])
+def test_weights_in_fp32_are_folded_in_parts(capability: Callable, name: str) -> None:
     """CUDA C++ takes bf16."""
     capability(9, 0)
 
     def prepared(dtype: torch.dtype, shape: tuple[int, ...], forced: device.Implementation | None = None) -> object:
         layouts = [(torch.Size(shape), dtype, torch.device("cuda", 0), torch.empty(shape, device="meta").stride())]
-        return launches.prepare_uncached(ops.OPS["quantize_matrix_fold"], layouts, forced).runner
+        return launches.prepare_uncached(ops.OPS[name], layouts, forced).runner
 
     with (
         mock.patch.object(cpp_bindings, "why_not_cuda", return_value=""),

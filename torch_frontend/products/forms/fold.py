@@ -126,7 +126,7 @@ class FoldForm(NamedTuple):
         return self.rows(w, headroom=WEIGHT_HEADROOM)
 
     def along_n(self, w: Tensor) -> Folded:
-        return self.rows(MX(*ops.quantize_col(w.contiguous(), self.rounding)), headroom=WEIGHT_HEADROOM)
+        return Folded(*ops.quantize_matrix_fold_t(w.contiguous(), self.rounding))
 
     def weights(self, w: Tensor) -> WeightOperands:
         q, sf, q_t, sf_t = ops.quantize_matrix_fold(w.contiguous(), self.rounding)
