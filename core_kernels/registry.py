@@ -14,6 +14,7 @@ from typing import Any
 from .combine import plan as combine
 from .fold import plan as fold
 from .fold.both import plan as plan_both
+from .fold.both import plan_blockwise as plan_blockwise_fold
 from .fold.gathered import plan_permute as fold_permute
 from .fold.gathered import plan_requantize
 from .fold.matrix import plan as plan_matrix
@@ -31,14 +32,15 @@ from .router import plan_logits as router_logits
 from .routing import plan as routing
 from .scale_layout import plan as scale_layout
 from .swiglu import plan as swiglu
+from .swiglu import plan_blockwise as swiglu_blockwise
 from .swiglu.folded import plan as swiglu_fold
 from .swiglu.folded import plan_bwd as swiglu_bwd_fold
 
 _PLANS = (
     *(quantize, quantize_blockwise, permute, router, router_logits, routing),
-    *(fold, plan_both, plan_matrix, plan_requantize, fold_permute),
+    *(fold, plan_both, plan_blockwise_fold, plan_matrix, plan_requantize, fold_permute),
     scale_layout,
-    *(combine, swiglu, swiglu_fold, swiglu_bwd_fold),
+    *(combine, swiglu, swiglu_blockwise, swiglu_fold, swiglu_bwd_fold),
     *(grouped_gemm, plan_kn, plan_folded, plan_folded_pair, grouped_gemm_blockwise),
 )
 OPS: dict[str, KernelOp] = {

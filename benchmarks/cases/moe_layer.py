@@ -94,14 +94,18 @@ def our_torch_layer(inputs: LayerInputs) -> Callable[[Tensor], Tensor]:
 
 
 def recipe_bf16_layer(inputs: LayerInputs) -> Callable[[Tensor], Tensor]:
-    """Our torch layer with recipe `bf16`, on the same parameters."""
+    return layer_of_recipe(inputs, "bf16")
+
+
+def layer_of_recipe(inputs: LayerInputs, recipe: Recipe | str) -> Callable[[Tensor], Tensor]:
+    """Our torch layer with another recipe, on the same parameters."""
     _, d, f, e, k = inputs.shape
     router = torch_frontend.RouterConfig(k)
-    layer = torch_frontend.MoE(d, f, e, router, recipe="bf16", dtype=torch.bfloat16, device="meta")
+    layer = torch_frontend.MoE(d, f, e, router, recipe=recipe, dtype=torch.bfloat16, device="meta")
     layer.router.weight, experts = inputs.ours.router.weight, layer.experts
     experts.w1, experts.w3, experts.w2 = inputs.ours.experts.w1, inputs.ours.experts.w3, inputs.ours.experts.w2
     if left := [name for name, tensor in layer.state_dict().items() if tensor.is_meta]:
-        raise AssertionError(f"recipe_bf16_layer: {', '.join(left)}: on device meta; expected the layer's tensors")
+        raise AssertionError(f"layer_of_recipe: {', '.join(left)}: on device meta; expected the layer's tensors")
     return lambda x: layer(x)[0]
 
 

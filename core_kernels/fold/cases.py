@@ -90,6 +90,15 @@ CASES = {
     "quantize_both_fold_fp32": Case(
         "quantize_both_fold", lambda rng, m: (*matrix_fp32(rng, m), group_ends(rng, m, 32)), FLOOR, 32
     ),
+    **{
+        f"quantize_blockwise_fold{kind}": Case(
+            "quantize_blockwise_fold",
+            lambda rng, m: (*matrix(rng, m), group_ends(rng, m, 32)),
+            {"power_of_two": bool(kind)},
+            32,
+        )
+        for kind in ("", "_powers")
+    },
     "requantize_col_fold": Case(
         "requantize_col_fold", lambda rng, m: (*mx(rng, m), group_ends(rng, m, 32)), multiple=32
     ),
@@ -238,6 +247,20 @@ def _of_both() -> Iterator[tuple[str, Case]]:
         yield f"{op}-no_rows-{of}", fixed(op, np.zeros((0, 64), BF16), ends)
 
 
+def _of_blockwise() -> Iterator[tuple[str, Case]]:
+    """quantize_blockwise_fold."""
+    op = "quantize_blockwise_fold"
+    for powers in (False, True):
+        for name in ("all_bf16", "all_bf16_shuffled", "random_bits_fp32"):
+            x = MATRICES[name]
+            ends = np.array([len(x) // 2, len(x) // 2, len(x)], np.int32)
+            yield f"{op}-matrix-{name}-{powers}", fixed(op, x, ends, power_of_two=powers)
+    for of, ends in SPANNED.items():
+        yield f"{op}-courses-{of}", fixed(op, COURSES["bf16"], ends)
+    for of, ends in NO_ROWS.items():
+        yield f"{op}-no_rows-{of}", fixed(op, np.zeros((0, 64), BF16), ends)
+
+
 def _neighbours() -> Array:
     """Three matrices of other magnitudes, with rows, columns and a whole matrix of NaN."""
     x = normal(seeded("matrices"), (4, 96, 160)) * np.exp2([-20, 0, 30, 0]).reshape(4, 1, 1)
@@ -324,6 +347,6 @@ def _of_mx_rows() -> Iterator[tuple[str, Case]]:
 
 
 CONFORMANCE = {
-    **dict(case for of in (_of_rows, _of_groups, _of_both, _of_maps, _of_mx_rows) for case in of()),
+    **dict(case for of in (_of_rows, _of_groups, _of_both, _of_blockwise, _of_maps, _of_mx_rows) for case in of()),
     **dict(case for op in ("quantize_matrix_fold", "quantize_matrix_fold_t") for case in _of_matrices(op)),
 }

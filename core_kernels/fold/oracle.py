@@ -6,6 +6,7 @@ from ..formats import BLOCK, E8M0_NAN, HEADROOM, SPAN, WEIGHT_HEADROOM, Rounding
 from ..oracle_math import E4M3_VALUES, Array, Pair, e8m0_value, group_slices, to_e4m3
 from ..permute.oracle import permute_mx
 from ..quantize.oracle import dequantize, quantize_col, quantize_row
+from ..quantize.oracle_blockwise import quantize_blockwise
 
 
 def fold_rows(q: Array, sf: Array, headroom: int = 0) -> Pair:
@@ -98,6 +99,14 @@ def quantize_both_fold(
     quantize_col."""
     columns = fold_groups(*quantize_col(x, rounding, satfinite), group_ends)
     return *quantize_row_fold(x, rounding, satfinite), *columns
+
+
+def quantize_blockwise_fold(
+    x: Array, group_ends: Array, power_of_two: bool = False
+) -> tuple[Array, Array, Array, Array]:
+    """x (M, K) -> q (M, K), sf (M, ceil(K/128)) of quantize_blockwise; qf_t (K, M), span_sf (S, K): fold_groups of
+    quantize_col."""
+    return *quantize_blockwise(x, power_of_two), *fold_groups(*quantize_col(x), group_ends)
 
 
 def quantize_matrix_fold(

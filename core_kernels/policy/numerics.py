@@ -123,7 +123,10 @@ class NumericsReport:
         advice = "compute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
         if lossy := ", ".join(self.lossy()):
             below = f"{lossy} below {ADVISED_DB:.0f} dB, where MXFP8 itself has 27 to 30."
-            advice = f"Use compute='exact' or recipe 'fp8_blockwise': {below}"
+            # This recipe folds tokens too.
+            tokens = any(self.operands[name].along == "tokens" for name in self.lossy())
+            recipe = "recipe 'fp8_blockwise'" + " with wgrad_with_hp=True" * tokens
+            advice = f"Use compute='exact' or {recipe}: {below}"
         return "\n".join([names, *map(self._line, self.operands), least, advice])
 
     def _line(self, name: str) -> str:

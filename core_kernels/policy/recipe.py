@@ -30,8 +30,9 @@ class Recipe:
             "fp8_blockwise": E4M3 with one scale per 128 values of a row, and per 128 x 128 values of a weight, whose
                 bytes serve forward and input gradient alike; the all-to-all sends bf16.
             "bf16": the same pipeline without quantization.
-        wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False: tokens are quantized again along the
-            token dim, and the weight gradient multiplies MXFP8 too.
+        wgrad_with_hp: True: the weight gradient multiplies bf16 operands. False, for "mxfp8" and "fp8_blockwise":
+            tokens are quantized along the token dim too, and the weight gradient multiplies them: MXFP8, folded as
+            `compute` says; with "fp8_blockwise" always folded, and made of bf16.
         rounding: how scales are chosen; RCEIL for "fp8_blockwise".
         compute: of MXFP8 operands. "exact" multiplies the dequantized values. "fold" first aligns the scales of a row
             to the largest, as the FP8 tensor cores of Hopper require; values lose the bits below the subnormals of
@@ -76,7 +77,7 @@ class Recipe:
             allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(TransferName)))}"
             fail(ValueError, "Recipe", "mxfp8_all_to_all", repr(self.mxfp8_all_to_all), allowed)
         blockwise = self.operands == "fp8_blockwise"
-        if self.operands in ("fp8_rowwise", "fp8_blockwise") and not self.wgrad_with_hp:
+        if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
             fail(ValueError, "Recipe", "wgrad_with_hp", f"False with operands {self.operands!r}", "allowed: True")
         if self.scales == "float32" and not blockwise:
             got = f"'float32' with operands {self.operands!r}"
@@ -114,7 +115,7 @@ class Recipe:
     @property
     def wgrad_mx(self) -> bool:
         """Whether the weight gradient multiplies operands quantized along the tokens."""
-        return self.mx and not self.wgrad_with_hp
+        return self.operands in ("mxfp8", "fp8_blockwise") and not self.wgrad_with_hp
 
     def form(self, arch: str) -> Form:
         """Operand format of the products on an architecture.
@@ -171,5 +172,5 @@ RECIPES = {
     "mxfp8": Recipe("mxfp8", wgrad_with_hp=False),
     "mxfp8_wgrad_with_hp": Recipe("mxfp8_wgrad_with_hp"),
     "fp8_rowwise": Recipe("fp8_rowwise", operands="fp8_rowwise"),
-    "fp8_blockwise": Recipe("fp8_blockwise", operands="fp8_blockwise", scales="float32"),
+    "fp8_blockwise": Recipe("fp8_blockwise", operands="fp8_blockwise", scales="float32", wgrad_with_hp=False),
 }

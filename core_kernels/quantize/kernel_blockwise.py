@@ -45,20 +45,33 @@ def rows_kernel(
 ):  # fmt: skip
     """Tiles of the rows up to the last end."""
     k_tiles: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    BLOCKS: tl.constexpr = BLOCK_K // SIDE
-    scales: tl.constexpr = (K + SIDE - 1) // SIDE
     rows = rows_with_ends(group_ends, M, G)
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
         m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
         m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
         inside, at = (m < rows)[:, None] & (k < K)[None, :], m[:, None] * K + k[None, :]
-        v = tl.reshape(to_f32(tl.load(x + at, mask=inside, other=0.0)), (BLOCK_M, BLOCKS, SIDE))
-        scale = _scale(tl.max(_magnitude(v), 2), power_of_two)
-        bytes = f32_to_e4m3(v * tl.expand_dims(_inverse(scale), 2), HW_CAST)
-        tl.store(q + at, tl.reshape(bytes, (BLOCK_M, BLOCK_K)), mask=inside)
-        block = k0 // SIDE + tl.arange(0, BLOCKS)
-        inside_sf = (m < rows)[:, None] & (block < scales)[None, :]
-        tl.store(sf + m[:, None] * scales + block[None, :], scale, mask=inside_sf)
+        v = to_f32(tl.load(x + at, mask=inside, other=0.0))
+        store_rows(v, at, inside, m, k0, rows, q, sf, K, power_of_two, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def store_rows(
+    v, at, inside, m, k0, rows, q, sf,
+    K: tl.constexpr, power_of_two: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Quantize a tile of fp32 values, zeros where none exist, and store it: rows m below `rows`, columns from k0 on.
+
+    at, inside: the offsets of its values, and which of them exist.
+    """
+    BLOCKS: tl.constexpr = BLOCK_K // SIDE
+    scales: tl.constexpr = (K + SIDE - 1) // SIDE
+    v = tl.reshape(v, (BLOCK_M, BLOCKS, SIDE))
+    scale = _scale(tl.max(_magnitude(v), 2), power_of_two)
+    bytes = f32_to_e4m3(v * tl.expand_dims(_inverse(scale), 2), HW_CAST)
+    tl.store(q + at, tl.reshape(bytes, (BLOCK_M, BLOCK_K)), mask=inside)
+    block = tl.arange(0, BLOCKS) + k0 // SIDE  # in the interpreter an int by a constexpr is a constexpr
+    inside_sf = (m < rows)[:, None] & (block < scales)[None, :]
+    tl.store(sf + m[:, None] * scales + block[None, :], scale, mask=inside_sf)
 
 
 @triton.jit

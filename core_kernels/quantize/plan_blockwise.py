@@ -37,16 +37,25 @@ POWER_OF_TWO = """power_of_two: whether scales are rounded up to powers of two."
 
 def _check(op: str, x: ArrayType, sf: tuple[int, ...], power_of_two: bool) -> Signature:
     require_dtype(op, "x", x, *FLOATS)
+    return _types(op, x.shape, sf, power_of_two)
+
+
+def _types(op: str, shape: tuple[int, ...], sf: tuple[int, ...], power_of_two: bool) -> Signature:
     if power_of_two not in (False, True):
         fail(TypeError, op, "power_of_two", repr(power_of_two), "allowed: a bool")
-    return Signature((ArrayType(x.shape, "uint8"), ArrayType(sf, "float32")), {"power_of_two": int(power_of_two)})
+    return Signature((ArrayType(shape, "uint8"), ArrayType(sf, "float32")), {"power_of_two": int(power_of_two)})
+
+
+def row_types(op: str, shape: tuple[int, ...], power_of_two: bool) -> Signature:
+    """q and sf of rows (..., K), and the attribute of their scales; raises unless power_of_two is a bool."""
+    return _types(op, shape, (*shape[:-1], cdiv(shape[-1], SQUARE)), power_of_two)
 
 
 def _check_rows(x: ArrayType, group_ends: ArrayType = NO_ENDS, *, power_of_two: bool = False) -> Signature:
     op = "quantize_blockwise"
+    require_dtype(op, "x", x, *FLOATS)
     require_rank(op, "x", x, 2, 3)
-    *lead, k = x.shape
-    signature = _check(op, x, (*lead, cdiv(k, SQUARE)), power_of_two)
+    signature = row_types(op, x.shape, power_of_two)
     return signature._replace(tokens=check_optional_ends(op, group_ends, x.shape))
 
 

@@ -9,7 +9,7 @@ form      along the rows                  along the tokens, if `wgrad_mx`; other
 "fold"    the same, folded by row         the same, folded by row and span of tokens
 "row"     quantize_rowwise                -
 "block"   quantize_blockwise; weights: quantize_squares, transposed for da; with powers of two in form
-          "block_power_of_two"
+          "block_power_of_two". Along the tokens as form "fold"
 
 An operand (q, sf) is multiplied as it is in form "mx", folded in form "fold", and dequantized in the other forms.
 
@@ -118,7 +118,7 @@ def grouped_mm_vjp(
     dout_q, dout_sf = quantize_col(_values(dout), rounding)
     a_q, a_sf = quantize_col(_values(a), rounding)
     multiply = grouped_wgrad_mx
-    if form == "fold":
+    if form != "mx":
         dout_q, dout_sf = fold_groups(dout_q, dout_sf, group_ends)
         a_q, a_sf = fold_groups(a_q, a_sf, group_ends)
         multiply = _PRODUCTS[sums].fold_wgrad

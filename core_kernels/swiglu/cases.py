@@ -77,6 +77,10 @@ CASES = {
     **_of(backward, *_BACKWARD),
     **_of(forward, *_FORWARD, name="_clamped", **CLAMPED),
     **_of(backward, *_BACKWARD, name="_clamped", **CLAMPED),
+    **_of(forward, "swiglu_blockwise"),
+    **_of(backward, "swiglu_blockwise_bwd"),
+    **_of(backward, "swiglu_blockwise_bwd", name="_clamped", power_of_two=True, **CLAMPED),
+    **_of(forward, "swiglu_blockwise", name="_clamped", power_of_two=True, **CLAMPED),
     **_of(lambda *of: unweighted(forward(*of)), "swiglu", "swiglu_row_fold", name="_unweighted"),
     **_of(lambda *of: unweighted(backward(*of)), "swiglu_bwd", "swiglu_bwd_all", name="_unweighted"),
     **_of(lambda *of: (*backward(*of), ends_of_chains(*of)), _FOLD),
@@ -200,6 +204,14 @@ def _conformance() -> dict[str, Case]:
         for to, name in [*every_kind, *unaligned, every_gate] if kind == "gpt_oss" else [every_gate, every_kind[0]]:
             back = "_all" if (to, name) == every_gate else to.removesuffix("_fold")
             cases |= _glu_case(f"swiglu{to}", name, **numbers) | _glu_case(f"swiglu_bwd{back}", name, **numbers)
+    for powers in (False, True):
+        for name in ("large", "all_gates", "special_values", "no_rows_without_prob", *ODD_GLUS):
+            for op in ("swiglu_blockwise", "swiglu_blockwise_bwd"):
+                cases |= _glu_case(op, name, power_of_two=powers)
+    for op in ("swiglu_blockwise", "swiglu_blockwise_bwd"):
+        cases |= _glu_case(op, "limit_of_7", **NUMBERS["gpt_oss"])
+    clamped, nan = np.full((3, 32), 100, BF16), np.full(3, np.nan, F32)
+    cases["swiglu_blockwise_bwd-clamped-nan_weight"] = fixed("swiglu_blockwise_bwd", *[clamped] * 3, nan, limit=7.0)
     for name in ("normal", "special_values"):
         for mode in MODES.values():
             for to in ("_row", "_row_fold", "_col", "_bwd_both", "_bwd_all"):

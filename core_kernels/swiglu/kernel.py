@@ -9,6 +9,7 @@ import triton.language as tl
 
 from ..mx_math import f32_to_bf16, to_f32
 from ..mx_math import sigmoid as _sigmoid
+from ..quantize.kernel_blockwise import store_rows
 from ..tokens import rows_with_ends
 
 ONE_BITS, INFINITY_BITS = tl.constexpr(0x3F800000), tl.constexpr(0x7F800000)
@@ -48,14 +49,43 @@ def forward_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
         m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
         m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
-        at, inside = m[:, None] * F + k[None, :], (m < rows)[:, None] & (k < F)[None, :]
-        g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
-        u = to_f32(tl.load(up + at, mask=inside, other=0.0))
-        _, silu, u = _gated(g, u, alpha, limit, offset, HW_CAST)
-        v = silu * u
-        if WEIGHTED:
-            v = v * tl.load(prob + m, mask=m < rows, other=0.0)[:, None]
+        at, inside, v = _hidden(gate, up, prob, m, k, rows, F, WEIGHTED, alpha, limit, offset, HW_CAST)
         tl.store(h + at, f32_to_bf16(v, HW_CAST), mask=inside)
+
+
+@triton.jit
+def blockwise_kernel(
+    gate, up, prob, group_ends, M, q, sf,
+    F: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, power_of_two: tl.constexpr, alpha: tl.constexpr,
+    limit: tl.constexpr, offset: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """`forward_kernel`, whose tiles of h are quantized blockwise and not stored."""
+    k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
+        m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+        m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
+        at, inside, v = _hidden(gate, up, prob, m, k, rows, F, WEIGHTED, alpha, limit, offset, HW_CAST)
+        v = to_f32(f32_to_bf16(v, HW_CAST))
+        store_rows(v, at, inside, m, k0, rows, q, sf, F, power_of_two, HW_CAST, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _hidden(
+    gate, up, prob, m, k, rows,
+    F: tl.constexpr, WEIGHTED: tl.constexpr, alpha: tl.constexpr, limit: tl.constexpr, offset: tl.constexpr,
+    HW_CAST: tl.constexpr,
+):  # fmt: skip
+    """h of rows m below `rows` and columns k below F in fp32: the offsets of its values, which of them exist, and the
+    values: zeros where none exist, or NaN in a row without a finite value, whose weight is not finite."""
+    at, inside = m[:, None] * F + k[None, :], (m < rows)[:, None] & (k < F)[None, :]
+    g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+    u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+    _, silu, u = _gated(g, u, alpha, limit, offset, HW_CAST)
+    v = silu * u
+    if WEIGHTED:
+        v = v * tl.load(prob + m, mask=m < rows, other=0.0)[:, None]
+    return at, inside, v
 
 
 @triton.jit
@@ -86,12 +116,46 @@ def bwd_kernel(
             if WEIGHTED:
                 total += d * (silu * u_offset)
                 d = d * p
-            steep = silu if alpha == ONE_BITS else silu * _number(alpha)
-            v_gate, v_up = (d * u_offset) * (sig + steep * (1.0 - sig)), d * silu
-            if limit != INFINITY_BITS:
-                most = _number(limit)
-                v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
+            v_gate, v_up = _gradients(d, g, u, sig, silu, u_offset, alpha, limit)
             tl.store(dgate + at, f32_to_bf16(v_gate, HW_CAST), mask=inside)
             tl.store(dup + at, f32_to_bf16(v_up, HW_CAST), mask=inside)
         if WEIGHTED:
             tl.store(dprob + m, tl.sum(total, 1), mask=m < M)
+
+
+@triton.jit
+def _gradients(d, g, u, sig, silu, u_offset, alpha: tl.constexpr, limit: tl.constexpr):
+    """dgate and dup in fp32 of the gradient of silu * u_offset, and of `_gated` of g and u."""
+    steep = silu if alpha == ONE_BITS else silu * _number(alpha)
+    v_gate, v_up = (d * u_offset) * (sig + steep * (1.0 - sig)), d * silu
+    if limit != INFINITY_BITS:
+        most = _number(limit)
+        v_gate, v_up = tl.where(g > most, 0.0, v_gate), tl.where(tl.abs(u) > most, 0.0, v_up)
+    return v_gate, v_up
+
+
+@triton.jit
+def bwd_blockwise_kernel(
+    dh, gate, up, prob, group_ends, M, dgate_q, dgate_sf, dup_q, dup_sf,
+    F: tl.constexpr, G: tl.constexpr, WEIGHTED: tl.constexpr, power_of_two: tl.constexpr, alpha: tl.constexpr,
+    limit: tl.constexpr, offset: tl.constexpr, HW_CAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_K) tiles of dgate and dup up to the last end, quantized blockwise."""
+    k_tiles: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    rows = rows_with_ends(group_ends, M, G)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_M) * k_tiles, tl.num_programs(0)):
+        m0, k0 = (tile // k_tiles) * BLOCK_M, (tile % k_tiles) * BLOCK_K
+        m, k = (m0 + tl.arange(0, BLOCK_M)).to(tl.int64), k0 + tl.arange(0, BLOCK_K)
+        at, inside = m[:, None] * F + k[None, :], (m < rows)[:, None] & (k < F)[None, :]
+        g = to_f32(tl.load(gate + at, mask=inside, other=0.0))
+        u = to_f32(tl.load(up + at, mask=inside, other=0.0))
+        d = to_f32(tl.load(dh + at, mask=inside, other=0.0))
+        sig, silu, u_offset = _gated(g, u, alpha, limit, offset, HW_CAST)
+        if WEIGHTED:
+            d = d * tl.load(prob + m, mask=m < rows, other=0.0)[:, None]
+        v_gate, v_up = _gradients(d, g, u, sig, silu, u_offset, alpha, limit)
+        # A NaN weight makes values NaN that do not exist, in a row whose values may all be clamped and zeros.
+        v_gate = tl.where(inside, to_f32(f32_to_bf16(v_gate, HW_CAST)), 0.0)
+        v_up = tl.where(inside, to_f32(f32_to_bf16(v_up, HW_CAST)), 0.0)
+        store_rows(v_gate, at, inside, m, k0, rows, dgate_q, dgate_sf, F, power_of_two, HW_CAST, BLOCK_M, BLOCK_K)
+        store_rows(v_up, at, inside, m, k0, rows, dup_q, dup_sf, F, power_of_two, HW_CAST, BLOCK_M, BLOCK_K)

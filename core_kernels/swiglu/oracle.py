@@ -5,7 +5,9 @@
     swiglu  swiglu_bwd                        exact bytes; dprob: a sum in fp64, rounded once
     swiglu_row / _col                         h in bf16, quantized
     swiglu_row_fold                           h in bf16, quantized, folded
+    swiglu_blockwise                          h in bf16, quantized blockwise
     swiglu_bwd_row / _col / _both             dgate and dup in bf16, quantized; then dprob
+    swiglu_blockwise_bwd                      dgate and dup in bf16, quantized blockwise
     swiglu_bwd_all                            the same of _both, h of swiglu_col; then dprob
     swiglu_bwd_fold                           the same of _all, folded; then dprob
     sigmoid64  swiglu64                       the exact functions in fp64, for comparison
@@ -24,6 +26,7 @@ from ..fold import oracle as fold_oracle
 from ..formats import EXP2_COEFFICIENTS, GRADIENT_HEADROOM, LOG2E, Rounding
 from ..oracle_math import round_to
 from ..quantize import oracle as quantize_oracle
+from ..quantize.oracle_blockwise import quantize_blockwise
 
 Array = np.ndarray
 F32 = np.float32
@@ -146,6 +149,17 @@ def swiglu_col(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1
 def swiglu_row_fold(gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):
     """-> qf (M, F), row_sf (M,) of h."""
     return fold_oracle.fold_rows(*swiglu_row(gate, up, prob, rounding, satfinite, alpha, limit, offset))
+
+
+def swiglu_blockwise(gate, up, prob, power_of_two=False, alpha=1.0, limit=0.0, offset=0.0):
+    """-> q (M, F), sf (M, ceil(F/128)) of h."""
+    return quantize_blockwise(swiglu(gate, up, prob, alpha, limit, offset), power_of_two)
+
+
+def swiglu_blockwise_bwd(dh, gate, up, prob, power_of_two=False, alpha=1.0, limit=0.0, offset=0.0):
+    """-> q, sf of dgate, q, sf of dup."""
+    dgate, dup, _ = swiglu_bwd(dh, gate, up, prob, alpha, limit, offset)
+    return *quantize_blockwise(dgate, power_of_two), *quantize_blockwise(dup, power_of_two)
 
 
 def swiglu_bwd_row(dh, gate, up, prob, rounding=Rounding.RCEIL, satfinite=False, alpha=1.0, limit=0.0, offset=0.0):

@@ -79,7 +79,7 @@ def _result_types(op: str, h: ArrayType, quantize: KernelOp | None) -> tuple[Arr
 def _tile_forward(call: Call, arch: str) -> Tiling:
     m, f = call.inputs[0].shape
     t = tiles(call.op, arch, row_width=f)
-    return t.tiling((looping_programs(cdiv(m, t.m) * cdiv(f, t.k)),), {"M": m}, **_meta(call, arch, t.m, t.k))
+    return t.tiling((looping_programs(cdiv(m, t.m) * cdiv(f, t.k)),), {"M": m}, **meta_of_rows(call, arch, t.m, t.k))
 
 
 def _tile_backward(call: Call, arch: str) -> Tiling:
@@ -87,10 +87,11 @@ def _tile_backward(call: Call, arch: str) -> Tiling:
     m, f = call.inputs[0].shape
     t = strip_tiles(call.op, arch, f)
     across = 1 if call.inputs[-2].shape != UNWEIGHTED else cdiv(f, t.k)
-    return t.tiling((looping_programs(cdiv(m, t.m)), across), {"M": m}, **_meta(call, arch, t.m, t.k))
+    return t.tiling((looping_programs(cdiv(m, t.m)), across), {"M": m}, **meta_of_rows(call, arch, t.m, t.k))
 
 
-def _meta(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
+def meta_of_rows(call: Call, arch: str, block_m: int, block_k: int) -> dict[str, int]:
+    """The constexprs of a kernel whose inputs end with prob and group_ends."""
     *_, prob, group_ends = call.inputs
     shape = {"F": call.inputs[0].shape[1], "G": group_ends.shape[0], "WEIGHTED": prob.shape != UNWEIGHTED}
     return {**shape, "HW_CAST": facts(arch).hw_cast, "BLOCK_M": block_m, "BLOCK_K": block_k}

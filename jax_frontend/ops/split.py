@@ -21,7 +21,8 @@ from ...core_kernels.launch import ArrayType, KernelOp
 
 _BY_ROWS = (
     "quantize_row", "quantize_row_packed", "quantize_rowwise", "quantize_blockwise", "quantize_row_fold",
-    "dequantize", "fold_rows", "swiglu", "swiglu_row", "swiglu_row_fold", "swiglu_bwd", "swiglu_bwd_row",
+    "dequantize", "fold_rows", "swiglu", "swiglu_row", "swiglu_row_fold", "swiglu_blockwise", "swiglu_bwd",
+    "swiglu_bwd_row", "swiglu_blockwise_bwd",
 )  # fmt: skip
 _BY_MATRICES = (
     "quantize_col",

@@ -2,6 +2,7 @@
 
 import doctest
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -223,6 +224,8 @@ def test_the_printed_table() -> None:
     assert lines[-2].startswith(f"Folding {found.worst()} leaves ")
     advice = "Use compute='exact' or recipe 'fp8_blockwise': x, w1, w3 below 40 dB, where MXFP8 itself has 27 to 30."
     assert lines[-1] == advice
+    tokens = replace(found, operands=found.operands | {"x_t": found.operands["x_t"]._replace(product_db=39.0)})
+    assert "'fp8_blockwise' with wgrad_with_hp=True: x, w1, w3, x_t below" in str(tokens)
     assert str(torch_report(*make_layer(64, 96, 1, 64), 1)).endswith(
         "compute='fold' is safe here: MXFP8 itself has 27 to 30 dB."
     )

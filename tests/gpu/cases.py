@@ -15,6 +15,7 @@ from mxep.core_kernels import cases as shared
 from mxep.core_kernels.fold.both import plan as plan_both
 from mxep.core_kernels.fold.gathered import plan_requantize
 from mxep.core_kernels.fold.matrix import plan as plan_matrix
+from mxep.core_kernels.formats import spans
 from mxep.core_kernels.swiglu.folded import plan_bwd as plan_bwd_fold
 from mxep.jax_frontend import ops as jax_ops
 from mxep.jax_frontend.ops import call as jax_launch
@@ -43,6 +44,8 @@ class Case(shared.Case):
             return plan_requantize.scratch_bytes(len(row_map), packed.shape[1] // 33 * 32, ends.shape[0])
         if self.op == "swiglu_bwd_fold":
             return 4 * plan_bwd_fold.scratch_words(*inputs[0].shape)
+        if self.op == "quantize_blockwise_fold":
+            return 2 * spans(inputs[0].shape[0], inputs[1].shape[0]) * inputs[0].shape[1]
         x, ends = inputs[0], inputs[-1]
         if self.op in ("quantize_matrix_fold", "quantize_matrix_fold_t"):
             lines = x.shape[-1] + (0 if self.op.endswith("_t") else x.shape[-2])

@@ -265,6 +265,14 @@ def swiglu(arrays: int, *, rows: bool = False, columns: bool = False, given: str
     return draw
 
 
+def swiglu_blockwise(arrays: int) -> Callable[[Rng], Drawn]:
+    def draw(rng: Rng) -> Drawn:
+        inputs, options = swiglu(arrays, given="optional")(rng)
+        return inputs, {"power_of_two": flip(rng), **options}
+
+    return draw
+
+
 DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "quantize_row": of_values(ROWS, 32),
     "quantize_row_packed": of_values(ROWS, 32, leading=False),
@@ -286,6 +294,7 @@ DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "quantize_row_fold": of_rows_fold,
     "fold_groups": fold_groups,
     "quantize_both_fold": both_fold,
+    "quantize_blockwise_fold": lambda rng: (both_fold(rng)[0], {"power_of_two": flip(rng)}),
     "quantize_matrix_fold": of_values([32 * n for n in ROW_BLOCKS], 32),
     "quantize_matrix_fold_t": of_values([32 * n for n in ROW_BLOCKS], 32),
     "requantize_col_fold": requantize_col_fold,
@@ -300,6 +309,8 @@ DRAWS: dict[str, Callable[[Rng], Drawn]] = {
     "swiglu_row": swiglu(2, rows=True),
     "swiglu_col": swiglu(2, columns=True),
     "swiglu_row_fold": swiglu(2, rows=True, given="optional"),
+    "swiglu_blockwise": swiglu_blockwise(2),
+    "swiglu_blockwise_bwd": swiglu_blockwise(3),
     "swiglu_bwd": swiglu(3, given="optional"),
     "swiglu_bwd_row": swiglu(3, rows=True),
     "swiglu_bwd_col": swiglu(3, columns=True),

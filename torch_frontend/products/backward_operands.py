@@ -67,13 +67,15 @@ class BackwardOperands:
         """What follows from dgate and dup in bf16. read: makes rows and tokens of one of them."""
         dgate, dup, dprob = self.values()
         self.dh = None
+        values = (dgate, dup) if needs.values else (None, None)
         if read is not None and needs.rows and needs.tokens:
-            gate, up = self.both(dgate, read), self.both(dup, read)
+            gate = self.both(dgate, read)
+            del dgate  # before the operands of dup are made
+            up = self.both(dup, read)
         else:
             gate, up = (
                 Operands(x if needs.rows else None, self.tokens(x) if needs.tokens else None) for x in (dgate, dup)
             )
-        values = (dgate, dup) if needs.values else (None, None)
         return SwiGLUGradient(dprob, gate.rows, up.rows, gate.tokens, up.tokens, values)
 
     def quantized(self, op: str) -> SwiGLUGradient:

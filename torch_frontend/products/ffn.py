@@ -166,10 +166,12 @@ def ffn_forward(
     rows, tokens = call.activation(x, group_ends, not again)
     w1, w3, w2 = weight_operands(call, weights, cached)
     gate, up = form.mm_pair(rows, w1.along_k, w3.along_k, group_ends, BF16, b1, b3, call.clear_rest)
+    in_weights = (w1.along_n or weights[0], w3.along_n or weights[1]) if needs.x else None
+    del rows, w1, w3  # before h and the result are allocated
     h = form.hidden(Glu(gate, up, prob, call.numbers, group_ends))
     saved = FFNSaved(
         x=(tokens or x) if needs.w1 or needs.w3 or again else None,
-        in_weights=(w1.along_n or weights[0], w3.along_n or weights[1]) if needs.x else None,
+        in_weights=in_weights,
         w2=(w2.along_n or weights[2]) if needs.dh else None,
         group_ends=group_ends,
         prob=prob,

@@ -1,7 +1,7 @@
 // Both folded operands of an activation: rows with one scale each, and columns with one scale per span of tokens; see
-// plan.py. Of MXFP8 rows the columns alone; see plan_requantize.py, and plan_permute.py
-// for packed rows through a row map. The columns are processed group by group in
-// strips, so that the running maxima of a strip stay in the cache:
+// plan.py, and plan_blockwise.py for rows with blockwise scales. Of MXFP8 rows the columns alone; see
+// plan_requantize.py, and plan_permute.py for packed rows through a row map. The columns are processed group by group
+// in strips, so that the running maxima of a strip stay in the cache:
 //
 //   strip      0       1       2
 //            .-------.-------.---.
@@ -139,6 +139,15 @@ void quantize_both_fold(const Call& call) {
   });
   const std::array<int64_t, 3> of_rows{call.attrs[0], call.attrs[1], 0};  // no headroom
   quantize_row_fold({call.in, call.out.first(2), of_rows});
+}
+
+void quantize_blockwise_fold(const Call& call) {
+  const int64_t m = call.in[0].dim(0), k = call.in[0].dim(1);
+  with_data(call.in[0], [&]<typename T>(const T* x) {
+    fold_columns("quantize_blockwise_fold", call.in[1], m, k, call.out[2].as<uint8_t>(), call.out[3].as<uint8_t>(),
+                 {kRceil, false}, [=](int64_t col, int64_t) { return FloatColumns<T>{x + col, k}; });
+  });
+  quantize_blockwise({call.in, call.out.first(2), call.attrs});
 }
 
 void requantize_col_fold(const Call& call) {

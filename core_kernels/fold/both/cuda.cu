@@ -1,8 +1,9 @@
-// Both folded operands of an activation from one read; of MXFP8 rows, the token operand alone.
+// Both operands of an activation from one read, folded, or with blockwise rows; of MXFP8 rows, the token operand alone.
 //
 //   x (M, K), group_ends (G,) --> qf (M, K)    row_sf (M,)       one scale per row
 //                                 qf_t (K, M)  span_sf (S, K)    one per column and span of 256 rows of a group: the
 //                                                                running maximum
+//   x (M, K), group_ends (G,) --> q (M, K), sf (M, K/128) blockwise, qf_t, span_sf
 //   q (M, K), sf (M, K/32), group_ends (G,) --> qf_t, span_sf
 //   packed (R, K + K/32), row_map (M,), group_ends (G,) --> qf_t, span_sf of the rows of the map
 //
@@ -11,9 +12,10 @@
 // (look_back.cuh):
 //
 //   load --> scales of all blocks --> publish --poll earlier spans--> codes of columns --> qf_t
-//                                       '---poll the row's tiles----> codes of rows --> qf
+//                                       '---poll the row's tiles----> codes of rows --> qf     (blockwise: no poll)
 #include "cuda/driver.h"
 #include "cuda/ops.h"
+#include "fold/both/blockwise_rows.cuh"
 #include "fold/both/look_back.cuh"
 #include "fold/both/tile_source.cuh"
 #include "fold/folded_tile.cuh"
@@ -54,11 +56,11 @@ __global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
 
   const uint32_t columns = column_bytes(tile, rule);
   uint32_t rows = 0;
-  if constexpr (Source::kRowsToo) rows = row_bytes(tile, rule);
+  if constexpr (Source::kRows == Rows::kFolded) rows = row_bytes(tile, rule);
   x.template prefetch<T>(later, left);
   *reinterpret_cast<ColumnBytes<T>*>(&s.magnitudes[thread.row / kBlock][thread.col]) =
       static_cast<ColumnBytes<T>>(exists ? __vadd4(columns, kOnes) : 0);
-  if constexpr (Source::kRowsToo) {
+  if constexpr (Source::kRows == Rows::kFolded) {
     uint32_t* row_peers = p.row_peers + row / kBlock * p.across * (kBlock / 4);
     const uint32_t largest = LaneRows<T>::by_fours(max_over_blocks<T>(exists ? __vadd4(rows, kOnes) : 0));
     if (row < span.end && lane < kBlock / 4) publish(row_peers + across * (kBlock / 4) + lane, encode(largest));
@@ -74,17 +76,22 @@ __global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
     reinterpret_cast<uint32_t*>(s.scales)[threadIdx.x] = scales;
     *reinterpret_cast<uint32_t*>(p.span_sf + slot * p.cols + right) = p.unless_broken(span.group, scales);
   }
+  // While the first warp polls.
+  if constexpr (Source::kRows == Rows::kBlockwise)
+    if (row < span.end)
+      quantize_rows_blockwise(tile, rule, x.power_of_two, p.qf + row * p.cols + col, static_cast<uint32_t>(p.cols),
+                              x.sf + row * p.across + across, p.across, exists);
   __syncthreads();
   stage_columns(tile, columns, rule, s.codes, [&](int col) { return s.scales[col]; });
   __syncthreads();
   uint8_t* qf_t = p.qf_t + left * p.tokens + span.begin;
-  if constexpr (Source::kRowsToo)
+  if constexpr (Source::kRows != Rows::kNone)
     write_lines<T::kThreads>(s.codes.codes, s.codes.swizzled, reinterpret_cast<uint4*>(qf_t), p.tokens / 16,
                              p.cols - left, (span.end - span.begin) / 16);
   else
     write_columns<T>(s.codes, qf_t, p.tokens, p.cols - left, (span.end - span.begin) / 16);
 
-  if constexpr (Source::kRowsToo) {
+  if constexpr (Source::kRows == Rows::kFolded) {
     if (row >= span.end) return;  // the same for a whole warp
     const uint32_t fours = row_magnitudes<T>(x.x, p, rule, row);
     if (across == 0 && lane < kBlock / 4) reinterpret_cast<uint32_t*>(p.row_sf + row)[lane] = __vsub4(fours, kOnes);
@@ -93,7 +100,7 @@ __global__ void __launch_bounds__(T::kThreads, Source::kThreads / T::kThreads)
   }
 }
 
-// out: qf and row_sf where the source has them, qf_t, span_sf, scratch. attrs: rounding, satfinite, polls.
+// out: codes and scales of rows where the source has them, qf_t, span_sf, scratch. attrs: rounding, satfinite, polls.
 template <typename T, typename Source>
 void launch(const char* op, const Source& x, const Array& ends, std::span<const Array> out,
             std::span<const int64_t> attrs, cudaStream_t stream) {
@@ -109,7 +116,7 @@ void launch(const char* op, const Source& x, const Array& ends, std::span<const 
   // read.
   p.ahead = ceil_div(100, p.across) * kSpan;
   p.polls = static_cast<int>(attrs[2]);
-  if (Source::kRowsToo) {
+  if (Source::kRows != Rows::kNone) {
     p.qf = out[0].as<uint8_t>();
     p.row_sf = out[1].as<uint8_t>();
     out = out.subspan(2);
@@ -138,6 +145,13 @@ void launch_floats(const char* op, const Call& call, cudaStream_t stream) {
 void quantize_both_fold(const Call& call, cudaStream_t stream) {
   const char* op = "quantize_both_fold";
   call.in[0].dtype == DType::bf16 ? launch_floats<bf16>(op, call, stream) : launch_floats<float>(op, call, stream);
+}
+
+void quantize_blockwise_fold(const Call& call, cudaStream_t stream) {
+  const Array& of = call.in[0];
+  const BlockwiseRows x{{of.as<const bf16>(), of.dim(0), of.dim(1)}, call.out[1].as<float>(), call.attrs[0] != 0};
+  const int64_t attrs[] = {kRceil, false, call.attrs[1]};
+  launch<FoldTile<Bf16x2>>("quantize_blockwise_fold", x, call.in[1], call.out, attrs, stream);
 }
 
 void requantize_col_fold(const Call& call, cudaStream_t stream) {

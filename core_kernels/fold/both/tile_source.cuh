@@ -2,6 +2,7 @@
 // `later` has found.
 //
 //   Floats<Value>   x (M, K) bf16 or fp32
+//   BlockwiseRows   x (M, K) bf16, whose rows are quantized blockwise instead of folded
 //   MxRows          q (M, K) E4M3, sf (M, K/32) E8M0, as bf16 values: 1 byte per value is read instead of 2 or 4
 //   PackedRows      packed (R, K + K/32), row_map (M,): the same of gathered rows, zeros for padding
 #pragma once
@@ -11,6 +12,9 @@
 #include "quantize/register_tile.cuh"
 
 namespace mxep::cuda {
+
+// What becomes of the rows, besides the folded columns.
+enum class Rows { kNone, kFolded, kBlockwise };
 
 template <typename P>
 struct FourValues {
@@ -34,8 +38,8 @@ struct Floats {
   using Four = FourValues<Pair>;
   template <typename T>
   struct Shared {};
-  static constexpr bool kRowsToo = true;  // the rows are folded as well as the columns
-  static constexpr int kThreads = 512;    // that a multiprocessor holds
+  static constexpr Rows kRows = Rows::kFolded;
+  static constexpr int kThreads = 512;  // that a multiprocessor holds
   const Value* x;
   int64_t rows, cols;
 
@@ -55,13 +59,19 @@ struct Floats {
   }
 };
 
+struct BlockwiseRows : Floats<bf16> {
+  static constexpr Rows kRows = Rows::kBlockwise;
+  float* sf;
+  bool power_of_two;
+};
+
 // Common parts of the sources of MXFP8 rows.
 struct Codes {
   using Pair = Bf16x2;
   using Four = FourValues<Pair>;
   template <typename T>
   using Shared = RowFactors<T>;
-  static constexpr bool kRowsToo = false;
+  static constexpr Rows kRows = Rows::kNone;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
   static constexpr int kThreads = 512;  // its code for 80 registers spills
 #else

@@ -54,6 +54,20 @@ def folded_sum(
     return ops.grouped_mm_fold_sum(*rows, *w, *rows2, *w2, ends, dtype, clear_rest)
 
 
+def folded_wgrad(form: Format, dout: Any, x: Any, ends: jax.Array, dtype: Any) -> jax.Array:
+    if not form.wgrad_mx:
+        return forms.wgrad_bf16(form, dout, x, ends, dtype)
+    return ops.grouped_wgrad_fold(*dout, *x, ends, out_dtype=dtype)
+
+
+def folded_wgrad_pair(
+    form: Format, dout: Any, dout2: Any, x: Any, ends: jax.Array, dtypes: Sequence[Any]
+) -> tuple[jax.Array, jax.Array]:
+    if not form.wgrad_mx or dtypes[0] != dtypes[1]:
+        return forms.wgrads_unfused(form, dout, dout2, x, ends, dtypes)
+    return ops.grouped_wgrad_fold_pair(*dout, *x, *dout2, ends, out_dtype=dtypes[0])
+
+
 class FoldForm(NamedTuple):
     name: Form
     rounding: Rounding
@@ -127,19 +141,8 @@ class FoldForm(NamedTuple):
         gate, gate_t, up, up_t, hidden = map(Folded, found[::2], found[1::2])
         return SwiGLUGradient(Operands(gate, gate_t), Operands(up, up_t), hidden, dprob, values)
 
-    def wgrad(self, dout: Any, x: Any, ends: jax.Array, dtype: Any) -> jax.Array:
-        if not self.wgrad_mx:
-            return forms.wgrad_bf16(self, dout, x, ends, dtype)
-        return ops.grouped_wgrad_fold(*dout, *x, ends, out_dtype=dtype)
-
-    def wgrad_pair(
-        self, dout: Any, dout2: Any, x: Any, ends: jax.Array, dtypes: Sequence[Any]
-    ) -> tuple[jax.Array, jax.Array]:
-        if not self.wgrad_mx or dtypes[0] != dtypes[1]:
-            return forms.wgrads_unfused(self, dout, dout2, x, ends, dtypes)
-        return ops.grouped_wgrad_fold_pair(*dout, *x, *dout2, ends, out_dtype=dtypes[0])
-
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
+    wgrad, wgrad_pair = folded_wgrad, folded_wgrad_pair
 
 
 FORM: FormatType = FoldForm

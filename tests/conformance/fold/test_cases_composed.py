@@ -9,7 +9,10 @@ from mxep.core_kernels.fold.cases import CONFORMANCE
 from .. import cases
 
 MATRICES = "quantize_matrix_fold", "quantize_matrix_fold_t"
-COMPOSED = (*MATRICES, "quantize_both_fold", "permute_mx_col_fold", "requantize_col_fold")
+COMPOSED = (
+    *(*MATRICES, "quantize_both_fold", "quantize_blockwise_fold"),
+    *("permute_mx_col_fold", "requantize_col_fold"),
+)
 CASES = {name: case for name, case in CONFORMANCE.items() if case.op in COMPOSED}
 
 

@@ -22,6 +22,7 @@ from mxep.core_kernels.formats import E4M3_NAN, E8M0_NAN
 from mxep.core_kernels.grouped_gemm.exact import oracle as grouped_gemm_oracle
 from mxep.core_kernels.grouped_gemm.folded import oracle as oracle_folded
 from mxep.core_kernels.quantize import oracle as quantize_oracle
+from mxep.core_kernels.quantize import oracle_blockwise
 from mxep.core_kernels.routing import oracle as routing_oracle
 
 from .. import check
@@ -375,3 +376,47 @@ def test_a_weight_gradient_of_what_was_dispatched_in_mxfp8(ops: Ops, distributio
         db = check.sqnr_db(out, case.full)
         assert db >= MEASURED[distribution].wgrad - MARGIN.wgrad
         assert db >= case.once_db - 0.2
+
+
+# --- outliers in weight gradients of recipe "fp8_blockwise" ----------------------------------------------------
+
+# dB of the whole gradient and of its worst channel, by the definition: folded tokens, and, for comparison, one fp32
+# scale per 128 tokens. 32 of 512 channels 2^e larger; or in 4 channels 8 tokens 2^e larger, whose gradient is 2^e
+# smaller. Only there does the running maximum of a group reach a channel's other tokens.
+OUTLIERS = {
+    ("channels", 0): ((28.5, 24.9), (28.9, 25.1)),
+    ("channels", 16): ((28.3, 24.9), (29.0, 25.1)),
+    ("tokens", 8): ((28.5, 24.6), (28.9, 25.0)),
+    ("tokens", 14): ((27.4, 9.5), (28.9, 25.0)),
+}
+
+
+def outliers(kind: str, e: int) -> tuple[Array, Array]:
+    """dout (2048, 64) and x (2048, 512)."""
+    rng = seeded("outliers")
+    dout, x = rng.standard_normal((2048, 64)), rng.standard_normal((2048, 512))
+    if kind == "channels":
+        x[:, ::16] *= 2.0**e
+    else:
+        tokens = np.arange(8) * 250
+        x[tokens[:, None], [3, 77, 200, 401]] *= 2.0**e
+        dout[tokens] *= 2.0**-e
+    return dout.astype(BF16), x.astype(BF16)
+
+
+@pytest.mark.parametrize(("kind", "e"), OUTLIERS)
+def test_outliers_in_weight_gradients(kind: str, e: int) -> None:
+    ends = np.array([2048])
+
+    def folded(x: Array) -> Array:
+        return fold_oracle.span_values(*fold_oracle.fold_groups(*quantize_oracle.quantize_col(x), ends), ends)
+
+    def scaled_by_128(x: Array) -> Array:
+        return oracle_blockwise.row_values(*oracle_blockwise.quantize_blockwise(np.ascontiguousarray(x.T)))
+
+    dout, x = outliers(kind, e)
+    full = dout.T.astype(np.float64) @ x.astype(np.float64)
+    for values, want in zip((folded, scaled_by_128), OUTLIERS[kind, e], strict=True):
+        dw = values(dout) @ values(x).T
+        worst = min(check.sqnr_db(a, b) for a, b in zip(dw.T, full.T, strict=True))
+        np.testing.assert_allclose((check.sqnr_db(dw, full), worst), want, atol=0.2)

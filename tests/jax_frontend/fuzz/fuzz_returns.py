@@ -137,14 +137,14 @@ OPS: Rows = (
     ("ops.quantize_row_packed.x", NUMBERS, any_size(0), blocks(1), EMPTY, FLOAT32),
     ("ops.quantize_row_fold.x ops.quantize_rowwise.x", NUMBERS, any_size(0), more_blocks(1), ROWS_MORE, FLOAT32),
     ("ops.quantize_both.x", NUMBERS, blocks(0), blocks(1), EMPTY, ROWS_MORE, FLOAT32),
-    ("ops.quantize_both_fold.x", NUMBERS, more_blocks(0), more_blocks(1), FLOAT32),
+    ("ops.quantize_both_fold.x ops.quantize_blockwise_fold.x", NUMBERS, more_blocks(0), more_blocks(1), FLOAT32),
     ("ops.quantize_matrix_fold*.x", NUMBERS, more_blocks(0), more_blocks(1), SWAPPED, ROWS_MORE, FLOAT32),
     ("ops.quantize_col.x", NUMBERS, blocks(0), any_size(1), EMPTY, ROWS_MORE, FLOAT32),
     ("ops.grouped_mm_bf16.lhs ops.grouped_mm_bf16_kn.lhs", NUMBERS, larger(0)),
     ("ops.grouped_wgrad_bf16_t.?hs_t", NUMBERS, any_size(0)),
     ("ops.grouped_mm_bf16.rhs_t ops.grouped_wgrad_bf16.?hs", NUMBERS, any_size(1)),
     ("ops.grouped_mm_bf16_kn.rhs", NUMBERS, any_size(2)),
-    ("ops.swiglu*.gate ops.swiglu*.up ops.swiglu_bwd*.dh ops.logits_bwd.*", NUMBERS),
+    ("ops.swiglu*.gate ops.swiglu*.up ops.swiglu*.dh ops.logits_bwd.*", NUMBERS),
     ("ops.grouped_mm_bf16_kn_sum.?hs ops.grouped_mm_bf16_kn_sum.?hs2 ops.grouped_mm_fold_bias.bias", NUMBERS),
     ("ops.route.logits", NUMBERS, any_size(0), BFLOAT16),
     ("ops.route_bwd.logits", NUMBERS, BFLOAT16),
@@ -160,14 +160,16 @@ OPS: Rows = (
     ("ops.grouped_mm_*.group_ends ops.unblock_scales.group_ends", NO_ROWS, SHORT),
     ("ops.grouped_wgrad_fold*.group_ends", NO_ROWS),
     (
-        "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.grouped_wgrad_mx.group_ends",
+        "ops.fold_groups.group_ends ops.quantize_both_fold.group_ends ops.grouped_wgrad_mx.group_ends"
+        " ops.quantize_blockwise_fold.group_ends",
         *(NO_ROWS, FEWER_GROUPS),
     ),
     ("ops.grouped_wgrad_bf16*.group_ends ops.block_scales.group_ends", NO_ROWS, SHORT, FEWER_GROUPS),
     ("ops.*_col_fold.group_ends", NO_ROWS, FEWER_GROUPS, MORE_GROUPS),
     (
         "ops.fold_rows.group_ends ops.permute_mx_fold.group_ends ops.quantize_blockwise.group_ends"
-        " ops.quantize_row*.group_ends ops.swiglu.group_ends ops.swiglu_bwd.group_ends ops.swiglu_row_fold.group_ends",
+        " ops.quantize_row*.group_ends ops.swiglu.group_ends ops.swiglu_bwd.group_ends ops.swiglu_row_fold.group_ends"
+        " ops.swiglu_blockwise.group_ends ops.swiglu_blockwise_bwd.group_ends",
         *(NO_ROWS, SHORT, FEWER_GROUPS, ALL_ROWS),
     ),
     ("ops.swiglu_bwd_fold.group_ends", NO_ROWS, FEWER_GROUPS),

@@ -43,8 +43,8 @@ def every_op(x, up, dh, prob, w):
     q, sf = ops.quantize_row(x)
     given = {
         "dequantize": (q, sf), "fold_rows": (q, sf), "swiglu": (x, up, prob), "swiglu_row": (x, up, prob),
-        "swiglu_row_fold": (x, up, prob),
-        "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
+        "swiglu_row_fold": (x, up, prob), "swiglu_blockwise": (x, up, prob),
+        "swiglu_blockwise_bwd": (dh, x, up, prob), "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
     }  # fmt: skip
     by_rows = {name: getattr(ops, name)(*given.get(name, (x,))) for name, dims in WHOLE_DIMS.items() if dims == 1}
     return by_rows | {name: getattr(ops, name)(w) for name, dims in WHOLE_DIMS.items() if dims == 2}

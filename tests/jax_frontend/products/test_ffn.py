@@ -160,9 +160,9 @@ def test_what_reads_x_is_quantized_and_folded_once_and_h_is_never_a_kernels_inpu
             "grouped_mm_fold_sum": 1, "grouped_wgrad_bf16": 3, "swiglu": 2, "swiglu_bwd": 1,
         },
         "fp8_blockwise": {
-            "quantize_blockwise": 1 + 1 + 1 + 2, "quantize_squares_both": 3, "grouped_mm_blockwise": 4,
-            "grouped_mm_blockwise_sum": 1,
-            "grouped_wgrad_bf16": 3, "swiglu": 2, "swiglu_bwd": 1,
+            "quantize_blockwise_fold": 1 + 1, "quantize_squares_both": 3, "grouped_mm_blockwise": 4,
+            "grouped_mm_blockwise_sum": 1, "grouped_wgrad_fold": 1, "grouped_wgrad_fold_pair": 1,
+            "swiglu_blockwise": 1, "swiglu_blockwise_bwd": 1, "swiglu_bwd_fold": 1,
         },
         "mxfp8_wgrad_with_hp": {
             "quantize_row": 1 + 3, "quantize_both": 3, "grouped_mm_mx": 6, "grouped_wgrad_bf16": 3,

@@ -27,6 +27,7 @@ RECIPES = {
     "mxfp8": Recipe.parse("mxfp8"),
     "mxfp8_fold": Recipe("mxfp8", compute="fold"),
     **{name: Recipe.parse(name) for name in ("mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise", "bf16")},
+    "fp8_blockwise_wgrad_with_hp": Recipe.parse("fp8_blockwise", wgrad_with_hp=True),
 }
 Named = dict[str, Any]
 M_PERTURB, HUGE = -6, 0x7F

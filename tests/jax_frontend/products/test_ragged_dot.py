@@ -12,6 +12,8 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from mxep.core_kernels.fold import oracle as fold_oracle
+from mxep.core_kernels.quantize import oracle as quantize_oracle
 from mxep.core_kernels.quantize import oracle_blockwise as blockwise
 from mxep.jax_frontend import RECIPES, MXArray, Recipe, grouped_mm, ops, quantize_weights, ragged_dot_mxfp8
 
@@ -55,6 +57,16 @@ def along_tokens(x: jax.Array, sizes: list[int]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
+def folded_tokens(x: jax.Array, sizes: list[int]) -> np.ndarray:
+    """`along_tokens`, folded."""
+    parts = []
+    for part in np.split(np.asarray(x), np.cumsum(sizes)):
+        padded, ends = np.pad(part, ((0, -len(part) % 32), (0, 0))), np.array([-(-len(part) // 32) * 32])
+        columns = fold_oracle.fold_groups(*quantize_oracle.quantize_col(padded), ends)
+        parts.append(fold_oracle.span_values(*columns, ends).T[: len(part)])
+    return np.concatenate(parts)
+
+
 def sums(lhs: np.ndarray, rhs: np.ndarray, dout: np.ndarray, sizes: jax.Array) -> tuple[np.ndarray, ...]:
     """The product and its gradients in fp64."""
     out, dlhs, drhs = np.zeros((M, N)), np.zeros((M, K)), np.zeros(rhs.shape)
@@ -72,7 +84,8 @@ def check_products(got, lhs, rhs, dout, sizes: jax.Array, recipe: str) -> None:
         rows, squares = blockwise.row_values, blockwise.square_values
         lhs_q, dout_q = (rows(*blockwise.quantize_blockwise(np.asarray(x))) for x in (lhs, dout))
         rhs_q = squares(*blockwise.quantize_squares(np.asarray(rhs)))
-        pairs = [(lhs_q, rhs_q, dout), (lhs, rhs_q, dout_q), (lhs, rhs, dout)]
+        of_tokens = (folded_tokens(lhs, sizes.tolist()), rhs, folded_tokens(dout, sizes.tolist()))
+        pairs = [(lhs_q, rhs_q, dout), (lhs, rhs_q, dout_q), of_tokens]
     else:
         tokens = partial(along_tokens, sizes=sizes.tolist()) if recipe == "mxfp8" else lambda x: x.astype(jnp.float32)
         pairs = [

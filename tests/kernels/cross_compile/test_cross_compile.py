@@ -32,6 +32,7 @@ from mxep.core_kernels.router import plan_logits as router_logits
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
+from mxep.core_kernels.swiglu import plan_blockwise as swiglu_blockwise
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -182,6 +183,8 @@ CASES = {
     "swiglu": Case(swiglu.swiglu, glu(M, N), {}, VECTORS),
     "swiglu without prob": Case(swiglu.swiglu, glu(M, N, False), {}, VECTORS),
     "swiglu clamped": Case(swiglu.swiglu, glu(M, N), CLAMPED, VECTORS),
+    "swiglu_blockwise": Case(swiglu_blockwise.swiglu_blockwise, glu(M, N), {}, QUANTIZE),
+    "swiglu_blockwise_bwd": Case(swiglu_blockwise.swiglu_blockwise_bwd, (bf16(M, N), *glu(M, N)), {}, QUANTIZE),
     "swiglu_bwd": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), {}, VECTORS),
     "swiglu_bwd without prob": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N, False)), {}, VECTORS),
     "swiglu_bwd clamped": Case(swiglu.swiglu_bwd, (bf16(M, N), *glu(M, N)), CLAMPED, VECTORS),

@@ -16,6 +16,7 @@ from mxep.core_kernels.router import plan_logits as router_logits
 from mxep.core_kernels.routing import plan as routing
 from mxep.core_kernels.scale_layout import plan as scale_layout
 from mxep.core_kernels.swiglu import plan as swiglu
+from mxep.core_kernels.swiglu import plan_blockwise as swiglu_blockwise
 
 from ...cases import PRODUCTS
 from .test_cross_compile import ARCHS, bf16, compile_plan, f32, glu, i32, mx, u8
@@ -37,6 +38,7 @@ SMALL = {
     "fold_groups": (fold.fold_groups, (*mx(1, 32), i32(1))),
     "block_scales": (scale_layout.block_scales, (u8(1, 1), i32(1))),
     "swiglu": (swiglu.swiglu, glu(1, 3)),
+    "swiglu_blockwise": (swiglu_blockwise.swiglu_blockwise, glu(1, 3)),
     "swiglu_bwd": (swiglu.swiglu_bwd, (bf16(1, 3), *glu(1, 3))),
     "swiglu_bwd without prob": (swiglu.swiglu_bwd, (bf16(1, 3), *glu(1, 3, False))),
     "logits_bwd": (router_logits.logits_bwd, (bf16(1, 6), bf16(3, 5), bf16(1, 5))),

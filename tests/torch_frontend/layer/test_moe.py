@@ -158,8 +158,8 @@ def test_whole_graph(recipe: Recipe | str, prob_in) -> None:
          lambda: Recipe.parse("mxfp8", scales="float32")),
         (ValueError, r"rounding: got FLOOR with operands 'fp8_blockwise'; allowed: RCEIL",
          lambda: Recipe.parse("fp8_blockwise", rounding="floor")),
-        (ValueError, r"wgrad_with_hp: got False with operands 'fp8_blockwise'",
-         lambda: Recipe.parse("fp8_blockwise", wgrad_with_hp=False)),
+        (ValueError, r"wgrad_with_hp: got False with operands 'fp8_rowwise'",
+         lambda: Recipe.parse("fp8_rowwise", wgrad_with_hp=False)),
         (ValueError, r"alignment: got 48", lambda: layer(Recipe("mxfp8", alignment=48))),  # type: ignore[arg-type]
     ],
 )  # fmt: skip

@@ -24,6 +24,7 @@ RECIPES = {
     "mxfp8_fold": Recipe("mxfp8", compute="fold"),
     "mxfp8_exact": Recipe("mxfp8", compute="exact"),
     **{name: Recipe.parse(name) for name in ("mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise", "bf16")},
+    "fp8_blockwise_wgrad_with_hp": Recipe.parse("fp8_blockwise", wgrad_with_hp=True),
 }
 Named = dict[str, Tensor]
 

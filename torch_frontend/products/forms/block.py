@@ -1,15 +1,32 @@
 """The forms "block" and "block_power_of_two": E4M3 with one fp32 scale per 128 values of a row, and per 128 x 128 of a
-weight, whose bytes serve both products. Tokens are not quantized."""
+weight, whose bytes serve both products. With `wgrad_mx` tokens are folded as in form "fold", and made in the same read
+as rows."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from ....core_kernels.policy.recipe import Form
+from ....core_kernels.policy.swiglu_gradient import Needs
 from ...ops import direct as ops
 from ...ops.mx_tensor import dequantized
 from . import form as forms
-from .form import Added, DType, FormatType, Glu, Maybe, WeightOperands
+from .fold import Folded, folded_wgrad, folded_wgrad_pair
+from .form import (
+    Added,
+    DType,
+    FormatType,
+    Glu,
+    Maybe,
+    Operands,
+    SwiGLUGradient,
+    TokenGroups,
+    WeightOperands,
+)
+from .mx import MX, mx_tokens
+
+if TYPE_CHECKING:
+    from ..backward_operands import BackwardOperands
 
 
 class Blockwise(NamedTuple):
@@ -33,6 +50,21 @@ class BlockForm(NamedTuple):
             return x
         return Blockwise(*ops.quantize_blockwise(dequantized(x).contiguous(), ends, self._power_of_two))
 
+    def tokens(self, x: Any, groups: TokenGroups) -> Any:
+        if not self.wgrad_mx or isinstance(x, Folded):
+            return x
+        q, sf = x if isinstance(x, MX) else mx_tokens(x, groups, self.rounding)
+        return Folded(*ops.fold_groups(q, sf, groups.ends))
+
+    def activation(self, x: Tensor, ends: Tensor, whole: bool) -> Operands:
+        if not whole:
+            return Operands(self.rows(x, ends))
+        q, sf, q_t, sf_t = ops.quantize_blockwise_fold(dequantized(x).contiguous(), ends, self._power_of_two)
+        return Operands(Blockwise(q, sf), Folded(q_t, sf_t))
+
+    def gradient(self, dout: Tensor, ends: Tensor) -> Operands:
+        return self.activation(dout, ends, True) if self.wgrad_mx else forms.share_gradient(self, dout, ends)
+
     def along_k(self, w: Tensor) -> Blockwise:
         return Blockwise(*ops.quantize_squares(w.contiguous(), self._power_of_two))
 
@@ -44,7 +76,17 @@ class BlockForm(NamedTuple):
         return WeightOperands(Blockwise(q, sf), Blockwise(q_t, sf_t))
 
     def hidden(self, glu: Glu) -> Blockwise:
-        return self.rows(glu.hidden(), glu.ends)
+        gate, up, prob, numbers, ends = glu
+        return Blockwise(*ops.swiglu_blockwise(gate, up, prob, ends, self._power_of_two, *numbers))
+
+    def swiglu_backward(self, steps: "BackwardOperands", needs: Needs) -> SwiGLUGradient:
+        rows, tokens, values, hidden = needs
+        if not steps.quantized_tokens or values or not (rows and tokens and hidden):
+            return steps.in_bf16(needs, self.gradient if self.wgrad_mx else None)
+        gate, up, prob, numbers, ends = steps.glu
+        q, sf, q2, sf2 = ops.swiglu_blockwise_bwd(steps.dh, gate, up, prob, ends, self._power_of_two, *numbers)
+        # Its folded rows are not read: 2 bytes per value. From dgate and dup in bf16 it would be 8 more.
+        return steps.quantized("swiglu_bwd_fold")._replace(gate_rows=Blockwise(q, sf), up_rows=Blockwise(q2, sf2))
 
     def mm(
         self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
@@ -64,8 +106,7 @@ class BlockForm(NamedTuple):
     def _power_of_two(self) -> bool:
         return self.name == "block_power_of_two"
 
-    mm_pair, tokens, activation, gradient = forms.pair_unfused, forms.as_given, forms.rows_alone, forms.share_gradient
-    wgrad, wgrad_pair, swiglu_backward = forms.wgrad_bf16, forms.wgrads_unfused, forms.swiglu_unfused
+    mm_pair, wgrad, wgrad_pair = forms.pair_unfused, folded_wgrad, folded_wgrad_pair
 
 
 FORM: FormatType = BlockForm

@@ -61,6 +61,23 @@ def folded_sum(
     return forms.written("grouped_mm_fold_sum", operands, dtype, out, clear_rest)
 
 
+def folded_wgrad(form: Format, dout: Any, x: Any, ends: Tensor, dtype: DType) -> Tensor:
+    if not form.wgrad_mx:
+        return forms.wgrad_bf16(form, dout, x, ends, dtype)
+    return ops.grouped_wgrad_fold(dout.q, dout.sf, x.q, x.sf, ends, dtype_name(dtype))
+
+
+def folded_wgrad_pair(
+    form: Format, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType]
+) -> tuple[Maybe, Maybe]:
+    """In one launch where both are needed, in one dtype."""
+    first, second = douts
+    if first is None or second is None or not form.wgrad_mx or dtypes[0] != dtypes[1]:
+        return forms.wgrads_unfused(form, douts, x, ends, dtypes)
+    dtype = dtype_name(dtypes[0])
+    return ops.grouped_wgrad_fold_pair(first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, dtype)
+
+
 class FoldForm(NamedTuple):
     name: Form
     rounding: int
@@ -126,20 +143,8 @@ class FoldForm(NamedTuple):
         values = steps.values()[:2] if needs.values else (None, None)
         return steps.in_form(steps.quantized(op), values)
 
-    def wgrad(self, dout: Any, x: Any, ends: Tensor, dtype: DType) -> Tensor:
-        if not self.wgrad_mx:
-            return forms.wgrad_bf16(self, dout, x, ends, dtype)
-        return ops.grouped_wgrad_fold(dout.q, dout.sf, x.q, x.sf, ends, dtype_name(dtype))
-
-    def wgrad_pair(self, douts: Sequence[Any], x: Any, ends: Tensor, dtypes: Sequence[DType]) -> tuple[Maybe, Maybe]:
-        """In one launch where both are needed, in one dtype."""
-        first, second = douts
-        if first is None or second is None or not self.wgrad_mx or dtypes[0] != dtypes[1]:
-            return forms.wgrads_unfused(self, douts, x, ends, dtypes)
-        dtype = dtype_name(dtypes[0])
-        return ops.grouped_wgrad_fold_pair(first.q, first.sf, x.q, x.sf, second.q, second.sf, ends, dtype)
-
     mm, mm_pair, mm_sum = folded_mm, folded_pair, folded_sum
+    wgrad, wgrad_pair = folded_wgrad, folded_wgrad_pair
 
 
 FORM: FormatType = FoldForm
