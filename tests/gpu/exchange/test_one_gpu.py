@@ -16,11 +16,11 @@ import pytest
 import torch
 from mxep import cpp_bindings
 
-from .one_gpu import FAULTS, PARTS
+from .one_gpu import FAULTS, PARTS, WITHOUT_OVERLAP
 
 ROOT = Path(__file__).parents[3]
 NO_ERROR = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
-KERNELS = "gather_rows", "sum_rows", "homes", "pull_folds", "pushes"
+KERNELS = "gather_rows", "sum_rows", "layouts", "homes", "pull_folds", "pulls", "pushes"
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": ("--kernel-name", f"regex={'|'.join(KERNELS)}")}
 """Bytes between allocations: without, an access past the end of one may be in the next one. And the kernels of the
 exchange. Products and SwiGLU's backward write shared memory again after a barrier at which one lane of each reading
@@ -51,16 +51,15 @@ def test_memcheck_of_torch(part: str) -> None:
     require_no_error("memcheck", check("memcheck", "one_gpu", part), part)
 
 
-@pytest.mark.parametrize("part", ["driven", "overflow"])
+@pytest.mark.parametrize("part", ["driven", "overflow", "kernels"])
 def test_racecheck_of_torch(part: str) -> None:
-    """Of CUDA C++: the kernels of Triton have no shared memory of their own."""
     require_no_error("racecheck", check("racecheck", "one_gpu", part), part)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_memcheck_of_torch_finds_a_seeded_fault(fault: str) -> None:
-    output = check("memcheck", "one_gpu", "kernels" if fault == "rows" else "driven", fault)
+    output = check("memcheck", "one_gpu", "kernels" if fault in WITHOUT_OVERLAP else "driven", fault)
     assert NO_ERROR["memcheck"] not in output, output[-6000:]
     assert re.search(rf"Invalid .*\n(.*\n){{0,2}}.*{FAULTS[fault]}", output), output[-6000:]
 
