@@ -34,8 +34,9 @@ from torch import Tensor
 
 from ...torch_frontend.overlap.ep_device import HIDDEN, LOCAL, RECIPE, TOP_K, D, routed
 
-RANKS, MOST_TOKENS, ALIGNMENT, WIDTH = 3, 60, 32, 96
-"""WIDTH: of rows without overlap."""
+RANKS, MOST_TOKENS, ALIGNMENT = 3, 60, 32
+SEEDS_OF_WIDTH = {96: (1, 4, 5), 2560: (5,), 7168: (5,)}
+"""Of rows without overlap, from 112 bytes to 28 KiB: each number of warps that the kernels have."""
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 F = HIDDEN[DEVICE.type]
 FAULTS = {"home": "homes", "sources": "layouts", "x_q": "pull_folds", "x_qf": "pull_folds", "slots": "pushes"}
@@ -249,7 +250,7 @@ def exchanged(seed: int, rows: Rows) -> None:
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         memory, (x, experts, probs, _) = memories[rank], tokens[rank]
-        x = x[:, :WIDTH].to(rows.dtype).contiguous()
+        x = widened(x, rows)
         order, _, counts = sort_by_expert(experts, LOCAL * RANKS)
         own, nobody = memory.rows(len(x), nbytes, nbytes, capacity), cast(Any, None)
         call = PeerCall(own, Transfers(rows, rows, rows, rows), nobody, torch.bfloat16)
@@ -261,7 +262,7 @@ def exchanged(seed: int, rows: Rows) -> None:
         return own.sums(given["sources"], rows, torch.bfloat16), own.numbers(given["sources"])
 
     for (y, weights), (x, _, probs, _) in zip(ranks.run(of_rank), tokens, strict=True):
-        values = x[:, :WIDTH].to(rows.dtype).cpu().contiguous()
+        values = widened(x, rows).cpu()
         if rows.rounding is not None:
             values = through_mx(through_mx(values, rows.rounding), rows.rounding)
         total = torch.zeros(values.shape)
@@ -269,6 +270,11 @@ def exchanged(seed: int, rows: Rows) -> None:
             total += values.float()
         same(y.cpu(), total.bfloat16(), rows)
         same(weights.cpu(), probs.cpu(), rows)
+
+
+def widened(x: Tensor, rows: Rows) -> Tensor:
+    """Tokens with as many values as the rows."""
+    return x.repeat(1, -(-rows.width // D))[:, : rows.width].to(rows.dtype).contiguous()
 
 
 def through_mx(x: Tensor, rounding: int) -> Tensor:
@@ -284,8 +290,9 @@ def routings(*seeds: int) -> None:
 def kernels() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rounding in (None, int(RECIPE.rounding)):
-            for seed in (1, 4, 5):
-                exchanged(seed, Rows(WIDTH, dtype, rounding))
+            for width, seeds in SEEDS_OF_WIDTH.items():
+                for seed in seeds:
+                    exchanged(seed, Rows(width, dtype, rounding))
 
 
 PARTS: dict[str, Callable[[], None]] = {
