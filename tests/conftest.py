@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from .ranks.fixture import start_ranks, templates  # noqa: F401 -- fixtures
+from .ranks.fixture import start_ranks, template  # noqa: F401 -- fixtures
 
 # Expert parallelism in JAX runs on four CPU devices of one process. JAX reads the flag once, at its start.
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"

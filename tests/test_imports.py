@@ -15,7 +15,7 @@ C++ and CUDA headers follow the same arrows. The files of `policy` are for front
 
     quantize   permute   routing   scale_layout
        ^
-       |---- combine <-- peer (its oracle)
+       |---- combine      peer --> fold, grouped_gemm, swiglu
        '---- fold <---- grouped_gemm, swiglu --> quantize                reference --> the oracles of all families
              fold ----> permute
 
@@ -57,7 +57,7 @@ BELOW = {
     "swiglu": {"quantize", "fold"},
     "router": {"swiglu", "grouped_gemm"},
     "combine": {"quantize"},
-    "peer": {"combine", "fold", "swiglu", "grouped_gemm"},
+    "peer": {"fold", "swiglu", "grouped_gemm"},
     "grouped_gemm": {"quantize", "fold"},
 }
 """The families that each family may import."""

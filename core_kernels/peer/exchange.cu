@@ -3,6 +3,7 @@
 //
 //   a warp    peer's row --bulk load--> stage of its ring --.-- bulk store --> q, sf           (as it came)
 //                                                           '-- folded in registers --> qf, row_sf
+//   a warp    peer's row --bulk load--> stage of its ring --bulk store--> values, scales
 //   a thread  own row --bulk load--> stage of its ring --bulk store--> peer's slot
 //
 // An order of rows that jumps through all groups spreads the loads of every moment over all ranks.
@@ -13,12 +14,14 @@
 #include "cuda/sm90.cuh"
 #include "fold/folded_tile.cuh"
 #include "peer/exchange_ops.h"
+#include "peer/row_of_peer.cuh"
 
 namespace mxep::cuda {
 namespace {
 
 constexpr int kMostStages = 4, kCluster = 2, kSpread = 64;
 constexpr int kRingBytes = 200 * 1024, kAlign = 128;
+constexpr int kLongestOfFour = 24 * 1024;  // bytes of a row of which the rings of four warps have two stages
 
 // ---- bulk copies
 
@@ -80,60 +83,6 @@ struct Stages {
     if (++stage == count) stage = 0, parity ^= 1;
   }
 };
-
-__device__ inline char* row_of_peer(const int64_t* addresses, int rank, int64_t at) {
-  return reinterpret_cast<char*>(__ldg(addresses + rank)) + at;
-}
-
-// ---- the token of each row
-
-constexpr int kHomeThreads = 256, kHomeRows = 4;  // rows of a thread
-
-struct Counts {
-  const int32_t* of;  // (ranks, experts)
-  int ranks, experts, groups, rank;
-
-  __device__ int operator()(int source, int expert) const { return max(__ldg(of + source * experts + expert), 0); }
-};
-
-__global__ void __launch_bounds__(kHomeThreads)
-    homes(Counts counts, const int32_t* group_ends, int capacity, const int64_t* addresses, int64_t order_at,
-          int64_t weights_at, unsigned slots, int2* home, float* weights) {
-  extern __shared__ int first_rows[];  // (ranks, groups): of this rank's groups in the order of a source
-  for (int i = threadIdx.x; i < counts.ranks * counts.groups; i += kHomeThreads) {
-    const int source = i / counts.groups, last = counts.rank * counts.groups + i % counts.groups;
-    int sum = 0;
-    for (int e = 0; e < last; ++e) sum += counts(source, e);
-    first_rows[i] = sum;
-  }
-  __syncthreads();
-  const int end = min(max(group_ends[counts.groups - 1], 0), capacity);
-  for (int i = 0; i < kHomeRows; ++i) {
-    const int row = (blockIdx.x * kHomeRows + i) * kHomeThreads + threadIdx.x;
-    if (row >= end) return;
-    int group = 0, begin = 0;
-    for (; group < counts.groups - 1 && group_ends[group] <= row; ++group) begin = group_ends[group];
-    int left = row - begin, source = 0;
-    for (; source < counts.ranks; ++source) {
-      const int n = counts(source, counts.rank * counts.groups + group);
-      if (left < n) break;
-      left -= n;
-    }
-    int2 found{-1, 0};
-    float weight = 0;
-    const unsigned number = source < counts.ranks ? first_rows[source * counts.groups + group] + left : slots;
-    if (number < slots) {  // counts of a source may be of more rows than it has
-      const int64_t at = 4 * int64_t{number};
-      const int slot = *reinterpret_cast<const int*>(row_of_peer(addresses, source, order_at + at));
-      if (static_cast<unsigned>(slot) < slots) {
-        found = {source, slot};
-        weight = *reinterpret_cast<const float*>(row_of_peer(addresses, source, weights_at + at));
-      }
-    }
-    home[row] = found;
-    weights[row] = weight;
-  }
-}
 
 // ---- pull
 
@@ -208,6 +157,62 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 
   if (lane == 0) wait_for_stores();
 }
 
+// ---- pull without a fold
+
+// A row of the memory of a peer: `values` bytes, then `scales` bytes, then bytes that nobody reads.
+struct PlainOut {
+  uint8_t *values, *scales;
+  int values_bytes, scales_bytes;
+};
+
+template <int kWarps>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
+    pulls(const Rows rows, const int64_t* addresses, int64_t rows_at, int top_k, int nbytes, const PlainOut out,
+          int num_stages) {
+  extern __shared__ __align__(kAlign) char ring[];
+  __shared__ uint64_t full[kWarps][kMostStages];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Stages stages(ring, full[warp], warp, num_stages, (nbytes + kAlign - 1) / kAlign * kAlign);
+  if (lane < num_stages) sm90::barrier_init(&stages.full[lane], 1);
+  sm90::barrier_init_fence();
+  __syncwarp();
+  const Jumping order(rows);
+  const int workers = gridDim.x * kWarps;
+  const auto request = [&](int number, int stage) {  // by one lane
+    if (number >= order.count) return;
+    const int row = order.row(number);
+    const int2 home = row < 0 ? make_int2(-1, 0) : rows.home[row];
+    sm90::barrier_expect(&stages.full[stage], home.x < 0 ? 0 : nbytes);
+    if (home.x < 0) return;
+    load(stages.of(stage), row_of_peer(addresses, home.x, rows_at + int64_t{home.y / top_k} * nbytes), nbytes,
+         &stages.full[stage]);
+  };
+  const int first = warp * gridDim.x + blockIdx.x;
+  if (lane == 0)
+    for (int i = 0; i < num_stages - 1; ++i) request(first + i * workers, i);
+  for (int number = first; number < order.count; number += workers) {
+    const int row = order.row(number);
+    const bool real = row >= 0 && rows.home[row].x >= 0;
+    sm90::barrier_wait(&stages.full[stages.stage], stages.parity);
+    const char* bytes = stages.of(stages.stage);
+    uint8_t* values = out.values + int64_t{row} * out.values_bytes;
+    uint8_t* scales = out.scales + int64_t{row} * out.scales_bytes;
+    if (real && lane == 0) store(values, bytes, out.values_bytes);
+    if (row >= 0 && !real) clear(values, out.values_bytes);
+    // One at a time: a row of few scales is no whole vector of 16 bytes.
+    if (row >= 0)
+      for (int i = lane; i < out.scales_bytes; i += 32) scales[i] = real ? bytes[out.values_bytes + i] : 0;
+    __syncwarp();
+    if (lane == 0) {
+      commit();
+      wait_for_reads();  // the stage of the row before is free
+      request(number + (num_stages - 1) * workers, stages.ahead);
+    }
+    stages.advance();
+  }
+  if (lane == 0) wait_for_stores();
+}
+
 // ---- push
 
 template <int kWarps>
@@ -271,17 +276,6 @@ void launch_rings(const char* op, int64_t ctas, int warps, int row_bytes, cudaSt
 
 }  // namespace
 
-void find_home(const Call& call, cudaStream_t stream) {
-  const Array &counts = call.in[0], &ends = call.in[1], &home = call.out[0];
-  const int ranks = static_cast<int>(counts.dim(0)), groups = static_cast<int>(ends.dim(0));
-  const auto ctas = grid_x("find_home", ceil_div(home.dim(0), kHomeThreads * kHomeRows));
-  const Counts of{counts.as<const int32_t>(), ranks, static_cast<int>(counts.dim(1)), groups,
-                  static_cast<int>(call.attrs[0])};
-  launch_kernel("find_home", homes, ctas, kHomeThreads, 4 * ranks * groups, stream, of, ends.as<const int32_t>(),
-                static_cast<int>(home.dim(0)), call.in[2].as<const int64_t>(), call.attrs[1], call.attrs[2],
-                static_cast<unsigned>(call.attrs[3]), home.as<int2>(), call.out[1].as<float>());
-}
-
 void pull_fold(const Call& call, cudaStream_t stream) {
   const auto k = static_cast<int>(call.out[0].dim(1));
   const PullOut out{call.out[0].as<uint8_t>(), call.out[1].as<uint8_t>(), call.out[2].as<uint8_t>(),
@@ -296,6 +290,29 @@ void pull_fold(const Call& call, cudaStream_t stream) {
   k <= 3072 ? launch.template operator()<16>() : launch.template operator()<8>();
 }
 
+void pull_rows(const Call& call, cudaStream_t stream) {
+  const Array &values = call.out[0], &scales = call.out[1];
+  const PlainOut out{values.as<uint8_t>(), scales.as<uint8_t>(), static_cast<int>(values.dim(1)),
+                     static_cast<int>(scales.dim(1))};
+  const auto nbytes = static_cast<int>(call.attrs[2]);
+  const auto launch = [&]<int kWarps>() {
+    constexpr auto kKernel = pulls<kWarps>;
+    const auto run = [&](auto... args) {
+      launch_rings<kKernel>("pull_rows", call.attrs[3], kWarps, nbytes, stream, rows_of(call, 0), args...);
+    };
+    run(call.in[2].as<const int64_t>(), call.attrs[0], static_cast<int>(call.attrs[1]), nbytes, out);
+  };
+  if (nbytes <= 3200) {
+    launch.template operator()<16>();
+  } else if (nbytes <= 6400) {
+    launch.template operator()<8>();
+  } else if (nbytes <= kLongestOfFour) {
+    launch.template operator()<4>();
+  } else {
+    launch.template operator()<2>();
+  }
+}
+
 void push_rows(const Call& call, cudaStream_t stream) {
   const Array &rows = call.in[0], &numbers = call.in[1];
   const auto nbytes = static_cast<int>(2 * rows.dim(1));
@@ -307,7 +324,13 @@ void push_rows(const Call& call, cudaStream_t stream) {
     run(call.in[4].as<const int64_t>(), call.in[5].as<const int64_t>(), call.attrs[0], call.attrs[1], nbytes,
         rows.as<const char>(), numbers.dim(0) ? numbers.as<const float>() : nullptr);
   };
-  nbytes <= 6144 ? launch.template operator()<8>() : launch.template operator()<4>();
+  if (nbytes <= 6144) {
+    launch.template operator()<8>();
+  } else if (nbytes <= kLongestOfFour) {
+    launch.template operator()<4>();
+  } else {
+    launch.template operator()<2>();
+  }
 }
 
 }  // namespace mxep::cuda

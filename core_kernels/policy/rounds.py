@@ -6,7 +6,7 @@ A round is a call with the rows that are left. Each rank gets rows of its expert
 fit. An expert is split only if the next round, which begins with it, could not have all its rows either. An expert
 without rows has `alignment` rows of padding, as in every call, so that a round has fewer rows than the capacity.
 
-`lay_out` of core_kernels/peer takes the same decision on the device, with `whole`.
+`lay_out` of core_kernels/peer takes the same decision on the device.
 """
 
 from typing import NamedTuple
@@ -27,6 +27,24 @@ class Round(NamedTuple):
 
     counts: Array
     begun: Array
+
+
+def capacity_of(rows: int, local_experts: int, alignment: int) -> int:
+    """Return the rows of the padded groups of any split of `rows` rows.
+
+    Args:
+        rows: of all experts of a rank.
+        local_experts: experts of a rank.
+        alignment: the rows of a block, of which each expert has whole ones.
+
+    Returns:
+        A multiple of `alignment`.
+
+    Example:
+        >>> capacity_of(100, 2, 32)
+        192
+    """
+    return -(-(rows + local_experts * alignment) // alignment) * alignment
 
 
 def list_rounds(counts: Array, capacity: int, alignment: int) -> list[Round]:

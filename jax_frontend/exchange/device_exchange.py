@@ -61,7 +61,7 @@ class Static(NamedTuple):
     @property
     def program(self) -> Program:
         if self.forward:
-            return ffn.write_ffn_forward(self.sizes, NOWHERE, True, (*KEPT, *ffn.TRANSPOSED), of_peers=True)
+            return ffn.write_ffn_forward(self.sizes, NOWHERE, True, (*KEPT, *ffn.TRANSPOSED), None)
         return ffn.write_ffn_backward(self.sizes, NOWHERE, False, of_peers=True)
 
     @property

@@ -154,9 +154,9 @@ def test_rows_that_do_not_travel_and_noise_are_errors(alone: None) -> None:
 
 def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = object.__new__(PeerMemory)  # its constructor needs a GPU
-    memory.buffer = None
+    memory.mapped = SimpleNamespace(buffer=None)  # type: ignore[assignment]
     assert ep_work.held_nbytes(memory) == 0
-    memory.buffer = SimpleNamespace(starts=(0, 32, 48, 64))  # type: ignore[assignment]
+    memory.mapped.buffer = SimpleNamespace(starts=(0, 32, 64))  # type: ignore[assignment]
     assert ep_work.held_nbytes(memory) == 64
     monkeypatch.setattr(ep, "peak_nbytes", lambda run: (run(), 1000)[1])
     work = expert_parallel.work(expert_parallel.TINY[0], "balanced", Recipe.parse("mxfp8"), {}, torch.device("cpu"))

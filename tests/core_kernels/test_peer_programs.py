@@ -6,10 +6,10 @@ from itertools import chain
 
 import pytest
 from mxep.core_kernels.peer import programs
-from mxep.core_kernels.peer.plan import capacity_of
 from mxep.core_kernels.peer.programs.ffn import SAVED_FFN, TRANSPOSED, write_ffn_backward, write_ffn_forward
 from mxep.core_kernels.peer.programs.program import ADDRESSES, ALIGNMENT, Program, list_earlier, nbytes_of
-from mxep.core_kernels.peer.programs.writer import BACKWARD, FORWARD, Memory, Sizes, list_chunks
+from mxep.core_kernels.peer.programs.writer import BACKWARD, FORWARD, LAID_OUT, Layout, Memory, Sizes, list_chunks
+from mxep.core_kernels.policy.rounds import capacity_of
 
 LAYERS = [
     (16384, 7168, 2048, 32, 8),
@@ -27,11 +27,12 @@ def write_programs(layer: tuple[int, ...], ranks: int) -> dict[str, Program]:
     groups = experts // ranks
     rows = capacity_of(int(CAPACITY_FACTOR * tokens * top_k), groups, GROUP_ALIGNMENT)
     sizes = Sizes(0, ranks, groups, rows, dim, hidden, top_k, "bfloat16", 0, (1.0, 0.0, 0.0))
-    memory = Memory.of(0, tokens * top_k, top_k, dim)
+    memory = Memory.of_packed(0, tokens * top_k, top_k, dim)
+    layout = Layout(GROUP_ALIGNMENT)
     return {
-        "forward": write_ffn_forward(sizes, memory, True, (*SAVED_FFN, *TRANSPOSED)),
-        "forward without gradients": write_ffn_forward(sizes, memory, True, ()),
-        "forward, cached weights": write_ffn_forward(sizes, memory, False, SAVED_FFN),
+        "forward": write_ffn_forward(sizes, memory, True, (*LAID_OUT, *SAVED_FFN, *TRANSPOSED), layout),
+        "forward without gradients": write_ffn_forward(sizes, memory, True, LAID_OUT, layout),
+        "forward, cached weights": write_ffn_forward(sizes, memory, False, (*LAID_OUT, *SAVED_FFN), layout),
         "backward": write_ffn_backward(sizes, memory, True),
         "backward, cached weights": write_ffn_backward(sizes, memory, False),
     }

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -43,14 +43,14 @@ GRACE = 5.0
 class Template:
     """The process that imports modules of checks and forks their ranks."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self) -> None:
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self.control, theirs = socket.socketpair()
         self.log = Path(self.folder.name, "log")
         with self.log.open("w") as log, theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "tests.ranks.processes", str(theirs.fileno())],
-                cwd=ROOT, env={**os.environ, **environment}, pass_fds=[theirs.fileno()],
+                cwd=ROOT, pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
 
@@ -184,22 +184,14 @@ class StartRanks(Protocol):
 
 
 @pytest.fixture(scope="session")
-def templates() -> Iterator[Callable[[str], Template]]:
-    """The template for a value of TRITON_INTERPRET, which is read when kernels are imported."""
-    made: dict[str, Template] = {}
-
-    def template(interpreter: str) -> Template:
-        if interpreter not in made:
-            made[interpreter] = Template({"TRITON_INTERPRET": interpreter})
-        return made[interpreter]
-
-    yield template
-    for each in made.values():
-        each.end()
+def template() -> Iterator[Template]:
+    made = Template()
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
-def start_ranks(templates: Callable[[str], Template]) -> Iterator[StartRanks]:
+def start_ranks(template: Template) -> Iterator[StartRanks]:
     """`start_ranks(module, ranks)`: the ranks of a module of checks, until the end of this file.
 
     backend: of torch.distributed; None: no process group. "nccl" gives each rank a GPU. limit: of the process group,
@@ -210,8 +202,7 @@ def start_ranks(templates: Callable[[str], Template]) -> Iterator[StartRanks]:
     def start(
         module: ModuleType, ranks: int, *, backend: str | None = "gloo", limit: float = 120, check_limit: float = 110
     ) -> Ranks:
-        interpreter = "1" if getattr(module, "INTERPRETER", False) else os.environ.get("TRITON_INTERPRET", "0")
-        started.append(Ranks(templates(interpreter), module, ranks, backend, limit, check_limit))
+        started.append(Ranks(template, module, ranks, backend, limit, check_limit))
         return started[-1]
 
     yield start

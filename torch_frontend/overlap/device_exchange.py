@@ -9,17 +9,16 @@ call launches all steps between two meetings, and the host reads no size before.
 bytes of `dispatch`, experts and `combine` without overlap.
 
 A call of several rounds (rounds.py) repeats from the MEET on with another order, and sums the slots once. Its backward
-repeats the forward of the later rounds.
+repeats the forward of the later rounds, which pushes nothing.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ... import cpp_bindings
-from ...core_kernels.oracle_math import Array
 from ...core_kernels.peer.programs import ffn
 from ...core_kernels.peer.programs.mm import takes_mm
 from ...core_kernels.peer.programs.writer import Sizes
@@ -35,14 +34,12 @@ from ..products.gathered_weights import GatheredBytes, GatheredWeights
 from ..products.weights import Cached, is_transpose, outlives_forward
 from .device_call import FFN, MM, DeviceCall
 from .local_experts import FFNExperts, LocalExperts, MMExperts
-from .peer_exchange import Layout, lay_out, share_counts
-from .rounds import Later, start_reading
-
-if TYPE_CHECKING:
-    from .peer_memory import PeerMemory
+from .rank_rows import RankRows, run_first_round
+from .rounds import Later
 
 HOPPER = (9, 0)
-LAYOUT = "positions", "group_ends", "filled_ends", "totals"
+Results = dict[str, Tensor]
+"""Of a program of the forward."""
 
 
 class _DeviceExperts(torch.autograd.Function):
@@ -55,104 +52,85 @@ class _DeviceExperts(torch.autograd.Function):
         quantize = call.cached[0] is None
         results = () if not any(ctx.needs_input_grad) else names.saved
         results += names.along_n if results and quantize and call.kept else ()
-        with memory.uninterrupted():
-            call, layout, found, of_all = _first_round(call, x, probs, order, counts, weights, results)
-            later = call.later(of_all)
+
+        def write(call: DeviceCall) -> None:
+            call.rows.write(x, call.packed(call.sizes.dim))
+            call.rows.write_order(order, probs)
+
+        def run(call: DeviceCall, table: Tensor) -> Results:
+            return call.prepared(quantize, results)(memory, call.given_forward(table, weights))
+
+        with memory.mapped.uninterrupted():
+            call, found, of_all = run_first_round(call, counts, write, run)
+            later = call.rows.later(of_all)
             for of_round in later:
                 _later_round(call, of_round, None, probs, order, weights, ())
-            if later:
-                layout.positions.zero_()[later[0].total :] = -1  # all rows of the counts have slots now
-            memory.barrier()
-            y = call.sums(layout, call.prepared(quantize, results)[1], call.width, torch.bfloat16)
+            memory.mapped.barrier()
+            y = call.sums(found["sources"], call.width, torch.bfloat16)
         if results:
-            saved, cached = found[: len(names.saved)], () if call.gathered else tuple(call.operands(True).values())
-            operands = found[len(saved) :] or cached or None
+            saved, cached = _of(found, names.saved), () if call.gathered else tuple(call.operands(True).values())
+            operands = _of(found, results[len(saved) :]) or cached or None
             values = weights if later or not (operands or call.gathered) else None
-            save(ctx, (_tensors_of(layout), saved, operands, values, (x, probs, order) if later else None))
+            layout = found["group_ends"], found["sources"]
+            save(ctx, (layout, saved, operands, values, (x, probs, order) if later else None))
             ctx.call, ctx.of_all, ctx.dtype = call.copied() if later else call, of_all if later else None, x.dtype
             ctx.probs = probs is not None and ctx.needs_input_grad[1]
-        ctx.mark_non_differentiable(layout.totals)
-        return y, layout.totals
+        ctx.mark_non_differentiable(found["totals"])
+        return y, found["totals"]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         call: DeviceCall = ctx.call
-        layout, saved, operands, values, inputs = saved_by(ctx)
+        (group_ends, sources), saved, operands, values, inputs = saved_by(ctx)
         if call.gathered:
             operands = tuple(call.operands(True).values())
-        memory, sizes, names = call.memory, call.sizes, call.programs
-        layout = Layout(**dict(zip(LAYOUT, layout, strict=True)), capacity=sizes.rows)
+        memory, rows, names = call.memory, call.rows, call.programs
         of_weights = dict(zip(names.along_n, operands, strict=True)) if operands else {}
         of_weights |= dict(zip(names.weights, values, strict=True)) if values else {}
-        with memory.uninterrupted():
-            program, places = call.prepared(operands is None, None)
-            call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
-            memory.barrier()
-            given = dict(zip(names.saved, saved, strict=True)) | call.given(layout) | of_weights
+        gradients = call.packed(call.width)
+        with memory.mapped.uninterrupted():
+            program = call.prepared(operands is None, None)
+            rows.write(dequantized(grads[0]).to(torch.bfloat16), gradients)
+            memory.mapped.barrier()
+            given = dict(zip(names.saved, saved, strict=True)) | call.given() | of_weights
             del saved
-            found = program(memory, given)
+            found = tuple(program(memory, given | {"group_ends": group_ends}).values())
             del given
-            for of_round in call.later(ctx.of_all):
+            for of_round in rows.later(ctx.of_all):
                 x, probs, order = inputs
-                again, saved = _later_round(call, of_round, x, probs, order, values, names.saved)
-                memory.barrier()
-                call.write_rows(dequantized(grads[0]).to(torch.bfloat16), places)
-                memory.barrier()
-                given = dict(zip(names.saved, saved, strict=True)) | call.given(again) | of_weights
-                del saved
-                of_round.add(found, program(memory, given))
+                again = _later_round(call, of_round, x, probs, order, values, names.saved)
+                memory.mapped.barrier()
+                rows.write(dequantized(grads[0]).to(torch.bfloat16), gradients)
+                memory.mapped.barrier()
+                given = again | call.given() | of_weights
+                del again
+                of_round.add(found, tuple(program(memory, given).values()))
                 del given
             del operands, values, of_weights
-            memory.barrier()
-            dx = call.sums(layout, places, sizes.dim, ctx.dtype)
-            dprobs = call.numbers(layout, places) if ctx.probs else None
+            memory.mapped.barrier()
+            dx = call.sums(sources, call.sizes.dim, ctx.dtype)
+            dprobs = rows.numbers(sources) if ctx.probs else None
         return dx, dprobs, None, None, None, *found
 
 
-def _first_round(
-    call: DeviceCall, x: Tensor, probs: Tensor | None, order: Tensor | None, counts: Tensor,
-    weights: Sequence[Tensor], results: tuple[str, ...],
-) -> tuple[DeviceCall, Layout, tuple[Tensor, ...], Array | None]:  # fmt: skip
-    """The call with its memory, the layout of its rows, the results of its program, and the counts of all ranks if
-    there may be later rounds. The host reads the counts when it has launched the program."""
-    while True:
-        memory, fits = call.memory, call.slots <= call.room
-        program, places = call.prepared(call.cached[0] is None, results)
-        if fits:
-            call.write_rows(x, places)
-            call.write_order(order, probs, places)
-        # Negative counts are of no row: all ranks enlarge their memory, and begin again.
-        table = share_counts(memory, counts if fits else ~counts)
-        layout = lay_out(memory, table, call.slots, call.sizes.rows, call.alignment)
-        read = start_reading(table) if memory.rounds else None
-        found = program(memory, call.given_forward(layout, table, weights))
-        if read is None:
-            return call, layout, found, None
-        of_all = read()
-        enlarged = call.enlarged(of_all)
-        if enlarged is None:
-            return call, layout, found, of_all
-        call = enlarged
+def _of(found: Results, names: Sequence[str]) -> tuple[Tensor, ...]:
+    return tuple(found[name] for name in names)
 
 
 def _later_round(
     call: DeviceCall, of_round: Later, x: Tensor | None, probs: Tensor | None, order: Tensor | None,
     weights: Sequence[Tensor], results: tuple[str, ...],
-) -> tuple[Layout, tuple[Tensor, ...]]:  # fmt: skip
-    """The layout of its rows, and the results of the program of the forward. x: None if this rank's memory has it."""
-    memory = call.memory
-    program, places = call.prepared(call.cached[0] is None, results)
-    memory.barrier()  # no rank reads rows and order of the round before any more
+) -> Results:  # fmt: skip
+    """The results of the program of the forward, which pushes nothing if there are any. x: None if this rank's memory
+    has it."""
+    memory, rows = call.memory, call.rows
+    memory.mapped.barrier()  # no rank reads rows and order of the round before any more
     if x is not None:
-        call.write_rows(x, places)
-    call.write_order(order, probs, places, of_round.rows)
-    memory.barrier()
-    layout = lay_out(memory, of_round.counts, len(of_round.rows), call.sizes.rows, call.alignment)
-    return layout, program(memory, call.given_forward(layout, of_round.counts, weights))
-
-
-def _tensors_of(layout: Layout) -> tuple[Tensor, ...]:
-    return tuple(getattr(layout, name) for name in LAYOUT)
+        rows.write(x, call.packed(call.sizes.dim))
+    rows.write_order(order, probs, of_round.rows)
+    memory.mapped.barrier()
+    program = call.prepared(call.cached[0] is None, results, push=not results)
+    return program(memory, call.given_forward(of_round.counts, weights))
 
 
 _device_experts = differentiable("expert parallelism", _DeviceExperts)
@@ -233,22 +211,19 @@ def _weights_and_biases(parameters: Sequence[Tensor | None]) -> tuple[Sequence[T
     return parameters[:half], parameters[half:]
 
 
-def call_of(memory: "PeerMemory", request: Request, found: LocalExperts, capacity: int, room: int) -> DeviceCall:
-    """capacity: rows of an operand. room: as of DeviceCall."""
-    experts, w, rows, recipe = found.experts, found.parameters[0], request.rows, request.recipe
+def call_of(rows: RankRows, request: Request, found: LocalExperts) -> DeviceCall:
+    experts, w, memory = found.experts, found.parameters[0], rows.memory
     assert w is not None
     groups, hidden, dim = w.shape  # of w1, or (G, N, K)
-    inverse, top_k = (rows.inverse, rows.top_k) if isinstance(rows, TokenReplicas) else (None, 1)
     if isinstance(experts, FFNExperts):
         programs, numbers, kept = FFN, tuple(experts.call.numbers), experts.call.save_bytes
     else:
         programs, numbers, kept = MM, (), outlives_forward(w)
     sizes = Sizes(
-        memory.rank, memory.ranks, groups, capacity, dim, hidden, top_k, dtype_name(w.dtype), int(recipe.rounding),
-        numbers,
+        memory.rank, memory.ranks, groups, rows.capacity, dim, hidden, rows.top_k, dtype_name(w.dtype),
+        int(request.recipe.rounding), numbers,
     )  # fmt: skip
-    tokens, cached = request.x.shape[0], _cached(found)
-    return DeviceCall(memory, programs, tokens, inverse, sizes, found.width, recipe.alignment, cached, kept, room)
+    return DeviceCall(rows, programs, sizes, found.width, _cached(found), kept)
 
 
 def run(

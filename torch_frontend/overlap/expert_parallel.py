@@ -5,8 +5,8 @@
 
 They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`. Over memory of peers the bytes are the same:
 
-    PeerMemory.on_device --> device_exchange.py    the device drives the exchange, which overlaps with the products
-              .begin     --> peer_experts.py       all other calls: push, products, pull
+    PeerMemory.reserve --.--> device_exchange.py    the exchange overlaps with the products
+                         '--> peer_experts.py       all other calls: pull, products, push
 """
 
 from collections.abc import Callable
@@ -28,11 +28,12 @@ from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
 from ..products.ffn import Bias, Biases, FFNOptions
 from ..products.weights import Weights, outlives_forward
+from . import device_exchange, peer_experts
 from .device_exchange import run as run_on_device
 from .local_experts import FFN, MM
-from .peer_experts import PeerCall
 from .peer_experts import run as run_over_peers
 from .peer_memory import PeerMemory
+from .rows import Transfers
 
 
 def require_no_weighted_sum(op: str, argument: str, prob_in: str) -> None:
@@ -91,7 +92,7 @@ def _run(
     transport: PeerMemory, request: Request, experts: FFN | MM, x: Tensor, probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The result, and (E,) rows of all ranks per expert. x, probs: of the request, after hooks of the experts."""
-    inside, found = request.inside and probs is not None, None
+    inside = request.inside and probs is not None
     also = {**request.also, "transport": transport.config_key, "weights inside": inside}
     request = request.after_hooks(x, probs)._replace(also=also)
     try:
@@ -99,16 +100,15 @@ def _run(
             require_no_weighted_sum(request.op, "prob_in", "combine")
         found = experts.local_experts(request)
     except (TypeError, ValueError) as error:
-        request = request._replace(error=error)
-    call = transport.on_device(request, found)
-    if call is not None:
-        assert found is not None
+        transport.raise_error(error, request.ranks)
+    overlaps = device_exchange.takes(request, found, transport.device)
+    transfers = Transfers.of(request.recipe, request.x.shape[1], request.x.dtype, found.width)
+    rows = transport.reserve(request, overlaps, transfers.row_bytes, transfers.slot_bytes)
+    if overlaps:
+        call = device_exchange.call_of(rows, request, found)
         return run_on_device(call, request, x, probs, found.parameters)
-    exchange = transport.begin(request, found.width if found else 0)
-    assert found is not None
-    assert request.out_dtype is not None
-    call = PeerCall(exchange, request.recipe, found.experts, found.width, request.out_dtype)
-    return run_over_peers(call, x, probs, found.parameters), exchange.layout.totals
+    call = peer_experts.call_of(rows, request, found, transfers)
+    return run_over_peers(call, request, x, probs, found.parameters)
 
 
 # The kernels and the barriers of peers are not ops that Dynamo traces.

@@ -1,35 +1,23 @@
-"""Rows of a transfer in mapped memory: their parts, one array each, and where each part begins."""
+"""Rows of a transfer in mapped memory: values and scales of a row next to each other, in whole granules of bytes."""
 
-from collections.abc import Sequence
-from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...core_kernels.formats import BLOCK
+from ...core_kernels.formats import packed_width
+from ...core_kernels.peer.programs.rows import RowBytes
 from ...core_kernels.policy.recipe import Recipe, TransferName
 from ...core_kernels.registry import OPS
+from ..ops import direct as ops
 from ..ops.call import call_out
+from ..ops.mx_tensor import MXTensor
 
 BF16 = torch.bfloat16
-Where = Literal["experts", "tokens"]
-ALIGNMENT = 256
-"""Bytes: each part of a buffer begins at a multiple."""
-
-
-class Part(NamedTuple):
-    """One of the arrays that are sent together: the values of a row and their dtype."""
-
-    width: int
-    dtype: torch.dtype
-
-
-PROB = Part(1, torch.float32)
 
 
 class Rows(NamedTuple):
-    """The rows of one transfer: q and sf if there is a rounding, else values of the dtype."""
+    """The rows of one transfer: packed MXFP8 if there is a rounding, else values of the dtype."""
 
     width: int
     dtype: torch.dtype
@@ -40,39 +28,61 @@ class Rows(NamedTuple):
         return cls(width, dtype, int(recipe.rounding) if recipe.sends_mx(name) else None)
 
     @property
-    def parts(self) -> list[Part]:
+    def nbytes(self) -> RowBytes:
         if self.rounding is None:
-            return [Part(self.width, self.dtype)]
-        return [Part(self.width, torch.uint8), Part(self.width // BLOCK, torch.uint8)]
+            return RowBytes(self.width * self.dtype.itemsize, 0)
+        return RowBytes(self.width, packed_width(self.width) - self.width)
 
-    def write(self, x: Tensor, buffer: Sequence[Tensor]) -> None:
-        """Write x to `buffer` as the transfer sends it, unless x is there already. Later parts are not written."""
-        if self.rounding is not None:
-            call_out(tuple(buffer[:2]), OPS["quantize_row"], x.contiguous(), rounding=self.rounding)
-        elif buffer[0].data_ptr() != x.data_ptr():
-            buffer[0].copy_(x)
+    def write(self, x: Tensor, memory: Tensor) -> None:
+        """Write x (T, width) to memory (T, nbytes.length) uint8, as the transfer sends it."""
+        if self.rounding is None:
+            memory.view(self.dtype).copy_(x)
+        elif packed_width(self.width) == memory.shape[1]:
+            call_out((memory,), OPS["quantize_row_packed"], x.contiguous(), rounding=self.rounding)
+        else:
+            packed = ops.quantize_row_packed(x.contiguous(), self.rounding)
+            memory[:, : packed.shape[1]].copy_(packed)
+
+    def encoded(self, x: Tensor) -> Tensor:
+        """(T, nbytes.length // 2) bf16: the bytes of x, as `write` writes them."""
+        if self.rounding is None:
+            return x.to(self.dtype).contiguous().view(BF16)
+        out = torch.empty((x.shape[0], self.nbytes.length), dtype=torch.uint8, device=x.device)
+        self.write(x, out)
+        return out.view(BF16)
+
+    def operand(self, values: Tensor, scales: Tensor) -> Tensor | MXTensor:
+        """What a product reads: of the arrays of a pull."""
+        return values.view(self.dtype) if self.rounding is None else MXTensor(values, scales, self.dtype)
+
+    def decoded(self, memory: Tensor) -> Tensor:
+        """(T, width) of the dtype, of memory (T, nbytes.length)."""
+        if self.rounding is None:
+            return memory.view(self.dtype)
+        return MXTensor.from_packed(memory[:, : packed_width(self.width)], self.dtype).dequantize()
 
 
-def list_transfer_parts(recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> list[tuple[Where, list[Part]]]:
-    """The most parts that each transfer of a call sends: rows (.., dim) to the experts, (.., width) back."""
-    return [
-        ("experts", [*Rows.of(recipe, "dispatch", dim, dtype).parts, PROB]),
-        ("experts", Rows.of(recipe, "combine_grad", width, BF16).parts),
-        ("tokens", Rows.of(recipe, "combine", width, BF16).parts),
-        ("tokens", [*Rows.of(recipe, "dispatch_grad", dim, dtype).parts, PROB]),
-    ]
+class Transfers(NamedTuple):
+    """The rows of the four transfers of a call."""
 
+    dispatch: Rows
+    combine: Rows
+    combine_grad: Rows
+    dispatch_grad: Rows
 
-def offsets_of(rows: int, parts: Sequence[Part]) -> list[int]:
-    """The first byte of each part in a buffer of so many rows, and the end of the last part."""
-    sizes = [-(-rows * part.width * part.dtype.itemsize // ALIGNMENT) * ALIGNMENT for part in parts]
-    return list(accumulate(sizes, initial=0))
+    @classmethod
+    def of(cls, recipe: Recipe, dim: int, dtype: torch.dtype, width: int) -> "Transfers":
+        """Of rows (.., dim) to the experts, and (.., width) back."""
+        of = (dim, dtype), (width, BF16), (width, BF16), (dim, dtype)
+        names: tuple[TransferName, ...] = ("dispatch", "combine", "combine_grad", "dispatch_grad")
+        return cls(*(Rows.of(recipe, name, *rows) for name, rows in zip(names, of, strict=True)))
 
+    @property
+    def row_bytes(self) -> int:
+        """Of the longer rows to the experts."""
+        return max(self.dispatch.nbytes.length, self.combine_grad.nbytes.length)
 
-def views_of(memory: Tensor, rows: int, parts: Sequence[Part]) -> tuple[Tensor, ...]:
-    """The parts of a buffer of `rows` rows."""
-    sizes = [rows * part.width * part.dtype.itemsize for part in parts]
-    return tuple(
-        memory[at : at + nbytes].view(part.dtype).view(rows, part.width)
-        for at, nbytes, part in zip(offsets_of(rows, parts), sizes, parts, strict=False)
-    )
+    @property
+    def slot_bytes(self) -> int:
+        """Of the longer rows to the tokens."""
+        return max(self.combine.nbytes.length, self.dispatch_grad.nbytes.length)

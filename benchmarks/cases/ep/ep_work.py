@@ -40,7 +40,8 @@ class Work(NamedTuple):
 
 def held_nbytes(memory: PeerMemory) -> int:
     """The bytes of mapped memory of this rank, which torch's allocator does not count."""
-    return memory.buffer.starts[-1] if memory.buffer is not None else 0
+    buffer = memory.mapped.buffer
+    return buffer.starts[-1] if buffer is not None else 0
 
 
 def check(work: Work) -> dict[str, float]:

@@ -24,6 +24,7 @@ from .writer import (
     LONGEST,
     MULTIPLE,
     RESERVED,
+    Layout,
     Matrices,
     Memory,
     Sizes,
@@ -59,16 +60,17 @@ def _matrices(sizes: Sizes) -> Matrices:
 
 
 def write_ffn_forward(
-    sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str], of_peers: bool = False
+    sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str], layout: Layout | None, push: bool = True
 ) -> Program:
-    """quantize: weights are given, not their operands. results: of SAVED_FFN and TRANSPOSED. of_peers: the ranks are
-    the devices of one process; home and prob are given, and addresses are found by the call (program_of_peers.h)."""
-    to, chunks = Writer(), list_chunks(sizes.groups, FORWARD)
-    to.give("group_ends", (sizes.groups,), "int32")
+    """quantize: weights are given, not their operands. results: of LAID_OUT, SAVED_FFN and TRANSPOSED. layout: None
+    where the ranks are the devices of one process: group_ends, home and prob are given, and addresses are found by the
+    call (program_of_peers.h). push: without, for a backward that needs the saved arrays of a later round again."""
+    to, chunks, of_peers = Writer(), list_chunks(sizes.groups, FORWARD), layout is None
     add_addresses(to, sizes, of_peers)
-    add_home(to, sizes, memory, of_peers)
+    add_home(to, sizes, memory, layout)
     arrived = add_pulls(to, sizes, memory, "x", chunks)
-    (add_quantized if quantize else give_operands)(to, sizes, False, _matrices(sizes))
+    matrices = {name: shape for name, shape in _matrices(sizes).items() if push or name != "w2"}
+    (add_quantized if quantize else give_operands)(to, sizes, False, matrices)
     if of_peers:
         to.arrays["no_numbers"] = ArrayType((0,), "float32")
     else:
@@ -79,6 +81,8 @@ def write_ffn_forward(
         share = *chunk, RESERVED
         operands = "x_qf", "x_row_sf", "w1_q", "w1_sf", "w3_q", "w3_sf", "group_ends"
         to.add(grouped_mm_fold_pair, operands, ("gate", "up"), share=share, clear_rest=False)
+        if not push:
+            continue
         to.add(
             plan.swiglu_row_fold, ("gate", "up", "prob", "group_ends"), ("h_qf", "h_row_sf"), share=share,
             rounding=sizes.rounding, alpha=alpha, limit=limit, offset=offset,

@@ -19,6 +19,7 @@ from .writer import (
     LONGEST,
     MULTIPLE,
     RESERVED,
+    Layout,
     Memory,
     Sizes,
     Writer,
@@ -41,13 +42,18 @@ def takes_mm(ranks: int, groups: int, n: int, k: int) -> bool:
     return all(size % MULTIPLE == 0 and 0 < size <= LONGEST for size in (n, k)) and ranks * groups <= MOST_HOMES
 
 
-def write_mm_forward(sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str]) -> Program:
-    """quantize: w is given, not its operands. results: of SAVED_MM, w_q_t and w_sf_t."""
+def write_mm_forward(
+    sizes: Sizes, memory: Memory, quantize: bool, results: Sequence[str], layout: Layout, push: bool = True
+) -> Program:
+    """quantize: w is given, not its operands. results: of LAID_OUT, SAVED_MM, w_q_t and w_sf_t. push: without, for a
+    backward that needs the saved arrays of a later round again: its slots have rows of K values by then."""
     to, chunks = Writer(), list_chunks(sizes.groups, FORWARD)
-    to.give("group_ends", (sizes.groups,), "int32")
     add_addresses(to, sizes, False)
-    add_home(to, sizes, memory, False)
+    add_home(to, sizes, memory, layout)
     arrived = add_pulls(to, sizes, memory, "x", chunks)
+    if not push:
+        to.order(SIDE, MAIN)
+        return to.program(results)
     _weights(to, sizes, quantize, False)
     to.give("no_numbers", (0,), "float32")
     for chunk, mark in zip(chunks, arrived, strict=True):

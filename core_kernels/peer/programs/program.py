@@ -16,7 +16,7 @@ MAIN, SIDE = 0, 1
 ALL = 2**31 - 1
 ALIGNMENT = 256
 ITEMSIZES = {"uint8": 1, "bfloat16": 2, "int32": 4, "float32": 4}
-EXCHANGE_OPS = "find_home", "pull_fold", "push_rows"
+EXCHANGE_OPS = "find_home", "pull_fold", "push_rows", "lay_out", "pull_rows"
 """Of exchange_ops.h, in its order."""
 ADDRESSES = "addresses", "slot_addresses", "number_addresses"
 

@@ -1,8 +1,9 @@
 """What the programs of an exchange are made of.
 
+    layout  the groups of this rank, and its rows that no rank has capacity for
+    home    the rank and slot of each row: found on the device, or given
     pull    packed rows of the tokens' ranks --> rows as they came, and folded      one mark per chunk of experts
     push    rows of this rank's experts --> slots of the tokens' ranks
-    home    the rank and slot of each row: found on the device, or given
 
 A chunk is a range of local experts, fixed here; its rows are on the device. Products that overlap with a pull or a push
 leave `RESERVED` multiprocessors to it. A kernel waits for kernels before it in the order of launches of its own GPU, a
@@ -26,14 +27,16 @@ chunk, and in the forward a short last one. The push of a feed-forward's backwar
 MULTIPLE, LONGEST = 512, 8192
 """Of dim: scales of a row are whole vectors of 16 bytes, and a ring of rows fits in shared memory."""
 ARCH = "sm_90"
+LAID_OUT = "group_ends", "sources", "totals"
+"""Of lay_out. sources: for each slot its own number, or the slot that a row without a place reads, or -1."""
 Matrices = Mapping[str, tuple[int, int]]
 """(N, K) of the weights, by name."""
 
 
 class Memory(NamedTuple):
-    """The offsets of a rank's arrays in mapped memory, and its end: packed rows (T, K + K/32), the order (T k,) int32
-    of rows by expert and -1 behind them, weights (T k,) fp32 in this order, slots (T k, D) bf16 and numbers (T k,) fp32
-    of slots. count: slots of a rank."""
+    """The offsets of a rank's arrays in mapped memory, and its end: rows (T, ..), the order (T k,) int32 of rows by
+    expert and -1 behind them, weights (T k,) fp32 in this order, slots (T k, ..) and numbers (T k,) fp32 of slots.
+    count: slots of a rank. Slots and numbers have one more, which no rank writes: a row without a place reads it."""
 
     rows: int
     order: int
@@ -44,12 +47,26 @@ class Memory(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
-        """slots: the most that a rank may have."""
-        at = [start]
-        for nbytes in (slots // top_k * packed_width(dim), 4 * slots, 4 * slots, 2 * slots * dim, 4 * slots):
+    def of(cls, start: int, slots: int, top_k: int, row_bytes: int, slot_bytes: int) -> "Memory":
+        """slots: the most that a rank may have. row_bytes, slot_bytes: of the longest row, and of the longest slot."""
+        at, tokens, more = [start], slots // top_k, slots + 1
+        for nbytes in (tokens * row_bytes, 4 * slots, 4 * slots, more * slot_bytes, 4 * more):
             at.append(at[-1] + -(-nbytes // ALIGNMENT) * ALIGNMENT)
         return cls(*at, count=slots)
+
+    @classmethod
+    def of_packed(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
+        """Of packed rows and of slots in bf16, both of `dim` values."""
+        return cls.of(start, slots, top_k, packed_width(dim), 2 * dim)
+
+
+class Layout(NamedTuple):
+    """How lay_out places rows. alignment: rows that a group has whole blocks of. rounds: rows beyond the capacity have
+    a place in a later round. drop: a row without a place is zero, and not NaN."""
+
+    alignment: int
+    rounds: bool = False
+    drop: bool = False
 
 
 class Sizes(NamedTuple):
@@ -187,17 +204,25 @@ def add_addresses(to: Writer, sizes: Sizes, of_peers: bool) -> None:
             to.give(name, (sizes.ranks, 2), "int32")
 
 
-def add_home(to: Writer, sizes: Sizes, memory: Memory, given: bool) -> None:
-    """The rank and slot of each row, and its weight."""
-    m = sizes.rows
+def add_home(to: Writer, sizes: Sizes, memory: Memory, layout: Layout | None) -> None:
+    """The ends of the groups, and the rank, slot and weight of each row: given without a layout, else found, with the
+    arrays LAID_OUT."""
+    m, groups, experts = sizes.rows, sizes.groups, sizes.groups * sizes.ranks
+    ends = ArrayType((groups,), "int32")
     home = {"home": ArrayType((m, 2), "int32"), "prob": ArrayType((m,), "float32")}
-    if given:
-        for name, array in home.items():
+    if layout is None:
+        for name, array in {"group_ends": ends, **home}.items():
             to.give(name, array.shape, array.dtype)
-    else:
-        to.give("counts", (sizes.ranks, sizes.groups * sizes.ranks), "int32")
-        attrs = sizes.rank, memory.order, memory.weights, memory.count
-        to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
+        return
+    to.give("counts", (sizes.ranks, experts), "int32")
+    to.give("worst", (sizes.ranks, 2), "int32")
+    laid_out = ends, ArrayType((memory.count,), "int32"), ArrayType((experts,), "int32")
+    found = dict(zip(LAID_OUT, laid_out, strict=True)) | {"worst": to.arrays["worst"]}
+    missing = -1 if layout.drop else memory.count
+    attrs = sizes.rank, m, layout.alignment, layout.rounds, memory.order, missing
+    to.send("lay_out", ("counts", "addresses"), found, attrs, stream=MAIN)
+    attrs = sizes.rank, memory.order, memory.weights, memory.count
+    to.send("find_home", ("counts", "group_ends", "addresses"), home, attrs, stream=MAIN)
 
 
 def give_operands(to: Writer, sizes: Sizes, transposed: bool, matrices: Matrices) -> None:

@@ -8,23 +8,20 @@ from functools import partial
 from typing import Any
 
 from ...kernels.cross_compile import test_cross_compile as cross_compile
-from ...kernels.cross_compile import test_cross_compile_peer as peer
 from ..hashes import digits_of_text
 from ..records import Case, Entry
 
 
 def cases() -> dict[str, Case]:
-    compilers = {"": (cross_compile.CASES, cross_compile.compiled), "peer ": (peer.CASES, peer.compiled)}
     return {
-        f"{arch} {family}{name}": Case("ptx", partial(entry, compiled, name, arch))
+        f"{arch} {name}": Case("ptx", partial(entry, name, arch))
         for arch in cross_compile.ARCHS
-        for family, (named, compiled) in compilers.items()
-        for name in named
+        for name in cross_compile.CASES
     }
 
 
-def entry(compiled: Any, name: str, arch: str) -> Entry:
-    kernel = compiled(name, arch)
+def entry(name: str, arch: str) -> Entry:
+    kernel: Any = cross_compile.compiled(name, arch)
     return {"ptx": digits_of_text(stripped(kernel.asm["ptx"])), "shared": str(kernel.metadata.shared)}
 
 

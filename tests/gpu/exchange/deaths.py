@@ -24,11 +24,15 @@ import torch.distributed as dist
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.torch_frontend import ExpertParallel, MoE, PeerMemory, RouterConfig
 from mxep.torch_frontend.exchange import shards
-from mxep.torch_frontend.overlap import device_call, local_experts
+from mxep.torch_frontend.overlap import local_experts
+from mxep.torch_frontend.overlap.mapped_memory import MappedMemory
+from mxep.torch_frontend.overlap.prepared import Prepared
 from mxep.torch_frontend.products import ffn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
+
+from ...torch_frontend.overlap.ep_rounds import overlaps
 
 RANKS, VICTIM, LIMIT = 2, 1, 10
 """LIMIT: of the process group and of PeerMemory, in seconds."""
@@ -38,15 +42,11 @@ D, E, TOP_K, TOKENS = 512, 10, 2, 24
 HIDDEN = {"cpu": 64, "cuda": 2048}
 BEFORE, BACKWARD, EXPERTS, GRADIENTS = "before", "backward", "experts", "gradients of experts"
 REDUCE, EXCHANGE, BARRIER, PROGRAM = "all-reduce of the router's gradient", "all-to-all", "barrier", "program"
-PUSH, PULL = ["push", "clear", BARRIER], [BARRIER, "pull"]
-COUNTS = ["share_counts", BARRIER, "lay_out"]
-DRIVEN = [PROGRAM, *PULL]
-"""PUSH, PULL: the kernels and barriers of one direction without overlap; DRIVEN: of one that the device drives."""
+PULL, PUSH = [BARRIER, PROGRAM], [PROGRAM, BARRIER]
+"""Of one direction, before and after its products."""
 PHASES = {
-    "device": [BEFORE, *COUNTS, *DRIVEN, BACKWARD, BARRIER, *DRIVEN, "pull_weights", REDUCE],
-    "bf16": [
-        BEFORE, *COUNTS, *PUSH, EXPERTS, *PULL, BACKWARD, BARRIER, *PUSH, GRADIENTS, *PULL, "pull_weights", REDUCE,
-    ],
+    "device": [BEFORE, *PULL, BARRIER, BACKWARD, *PULL, BARRIER, REDUCE],
+    "bf16": [BEFORE, *PULL, EXPERTS, *PUSH, BACKWARD, *PULL, GRADIENTS, *PUSH, REDUCE],
     "all-to-all": [BEFORE, *[EXCHANGE] * 3, EXPERTS, EXCHANGE, BACKWARD, EXCHANGE, GRADIENTS, *[EXCHANGE] * 2, REDUCE],
     "all-reduce": [BEFORE],
 }  # fmt: skip
@@ -87,9 +87,8 @@ def watch(owner: Any, name: str, phase_of: Callable[..., str]) -> None:
 
 
 def watch_all() -> None:
-    watch(PeerMemory, "launch", lambda memory, kernel, *_: kernel)
-    watch(PeerMemory, "barrier", lambda *_: BARRIER)
-    watch(device_call.Prepared, "__call__", lambda *_: PROGRAM)
+    watch(MappedMemory, "barrier", lambda *_: BARRIER)
+    watch(Prepared, "__call__", lambda *_: PROGRAM)
     watch(dist, "all_to_all_single", lambda *_: EXCHANGE)
     watch(shards, "all_reduce", lambda *_: REDUCE)
     for owner in (ffn, local_experts):
@@ -158,8 +157,8 @@ def run(rank: int, port: int, exchange: str, death: list[str]) -> None:
     step(layer, device)
     if noted != PHASES[exchange]:
         raise AssertionError(f"phases: got {noted}; allowed: {PHASES[exchange]}")
-    if memory is not None and bool(memory.programs) != (exchange == "device"):
-        raise AssertionError(f"{exchange}: the device drives {len(memory.programs)} programs")
+    if memory is not None and overlaps(memory) != (exchange == "device"):
+        raise AssertionError(f"{exchange}: {len(memory.programs)} programs, which overlap or do not")
     dist.barrier()
     if device == "cuda":
         torch.cuda.synchronize()

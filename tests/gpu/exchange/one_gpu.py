@@ -11,31 +11,40 @@ its own too: inside a buffer, or a block of torch's allocator, the tool cannot d
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from mxep.core_kernels.peer import kernel, plan
+from mxep.core_kernels.formats import packed_width
 from mxep.core_kernels.peer.programs.writer import Memory, Sizes
+from mxep.core_kernels.policy.rounds import capacity_of
 from mxep.core_kernels.swiglu.activation import PLAIN
 from mxep.torch_frontend import TokenReplicas, expert_parallel_ffn, ops, sort_by_expert
 from mxep.torch_frontend.ops import differentiable
-from mxep.torch_frontend.overlap import device_call, device_exchange
-from mxep.torch_frontend.overlap.device_call import FFN, DeviceCall, Prepared
-from mxep.torch_frontend.overlap.peer_exchange import PeerExchange, lay_out, share_counts
-from mxep.torch_frontend.overlap.peer_memory import MappedBuffer, PeerMemory
-from mxep.torch_frontend.overlap.rows import PROB, Part, Rows, Where, offsets_of
+from mxep.torch_frontend.ops.mx_tensor import dequantized
+from mxep.torch_frontend.overlap import device_exchange, prepared
+from mxep.torch_frontend.overlap.device_call import FFN, DeviceCall
+from mxep.torch_frontend.overlap.mapped_memory import MappedBuffer, MappedMemory
+from mxep.torch_frontend.overlap.peer_experts import PeerCall
+from mxep.torch_frontend.overlap.peer_memory import PeerMemory
+from mxep.torch_frontend.overlap.prepared import Prepared
+from mxep.torch_frontend.overlap.rank_rows import RankRows
+from mxep.torch_frontend.overlap.rows import Rows, Transfers
 from mxep.torch_frontend.overlap.symmetric import Shared
 from torch import Tensor
 
 from ...torch_frontend.overlap.ep_device import HIDDEN, LOCAL, RECIPE, TOP_K, D, routed
 
-RANKS, MOST_TOKENS, ALIGNMENT, WIDTH = 3, 60, 32, 96
-"""WIDTH: of rows without overlap."""
+RANKS, MOST_TOKENS, ALIGNMENT = 3, 60, 32
+SEEDS_OF_WIDTH = {96: (1, 4, 5), 2560: (5,), 7168: (5,)}
+"""Of rows without overlap, from 112 bytes to 28 KiB: each number of warps that the kernels have."""
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 F = HIDDEN[DEVICE.type]
-FAULTS = {"home": "homes", "x_q": "pull_folds", "x_qf": "pull_folds", "slots": "pushes", "rows": "push_kernel"}
-"""The array that is too short, and the kernel that writes past its end; x_q and slots are written by bulk copies, and
-rows of a rank begin where its memory ends."""
+FAULTS = {"home": "homes", "sources": "layouts", "x_q": "pull_folds", "x_qf": "pull_folds", "slots": "pushes"}
+FAULTS |= {"values": "pulls", "scales": "pulls"}
+"""The array that is too short, and the kernel that writes past its end; x_q, values and slots are written by bulk
+copies."""
+WITHOUT_OVERLAP = "values", "scales"
+"""Faults of the part `kernels`."""
 fault = ""
 
 
@@ -81,31 +90,42 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-class Mapped(PeerMemory):
-    """The memory of a rank, next to the others. starts: as of MappedBuffer."""
+class Meeting(MappedMemory):
+    """The memory of a rank, next to the others."""
 
-    def __init__(self, rank: int, of_rank: list[Tensor], starts: tuple[int, ...], meet: Callable[[], None]) -> None:
-        self.rank, self.ranks, self.width, self.device = rank, len(of_rank), 3, DEVICE
-        self.kernels, self.meet, self.programs = kernel, meet, {}
-        self.interrupted, self.compared, self.on_overflow, self.rounds = False, set(), "nan", False
-        self.worst = torch.zeros((RANKS, 2), dtype=torch.int32, device=DEVICE)
-        self.side = torch.cuda.Stream(DEVICE, priority=-1) if DEVICE.type == "cuda" else None
-        addresses = torch.tensor([of.data_ptr() for of in of_rank], device=DEVICE)
-        self.buffer = MappedBuffer(Shared(of_rank, None), addresses, starts)
+    def __init__(self, rank: int, buffer: MappedBuffer, meet: Callable[[], None]) -> None:
+        self.rank, self.ranks, self.device, self.buffer, self.meet = rank, RANKS, DEVICE, buffer, meet
+        self.interrupted, self.compared = False, set()
 
     def barrier(self) -> None:
         self.meet()
 
-    def starts(self, where: Where, capacity: int, parts: Sequence[Part]) -> list[int]:
-        found = super().starts(where, capacity, parts)
-        return [at - found[0] + len(self.own) for at in found] if fault == "rows" else found
+
+class Mapped(PeerMemory):
+    """buffer: of all ranks."""
+
+    def __init__(self, rank: int, buffer: MappedBuffer, meet: Callable[[], None]) -> None:
+        self.rank, self.ranks, self.device = rank, RANKS, DEVICE
+        self.mapped, self.programs = Meeting(rank, buffer, meet), {}
+        self.on_overflow, self.rounds = "nan", False
+        self.worst = torch.zeros((RANKS, 2), dtype=torch.int32, device=DEVICE)
+        self.side = torch.cuda.Stream(DEVICE, priority=-1) if DEVICE.type == "cuda" else None
+
+    def rows(self, tokens: int, row_bytes: int, slot_bytes: int, capacity: int) -> RankRows:
+        return RankRows(self, tokens, TOP_K, True, LOCAL, ALIGNMENT, row_bytes, slot_bytes, capacity, capacity)
 
 
-def map_memory(sizes: Sequence[int], meet: Callable[[], None], end: int | None = None) -> list[Mapped]:
-    """sizes: bytes of counts, of rows to experts and to tokens. end: where the allocations end, too early."""
-    starts = tuple(sum(sizes[:i]) for i in range(len(sizes) + 1))
-    of_rank = [torch.full((end or starts[-1],), 255, dtype=torch.uint8, device=DEVICE) for _ in range(RANKS)]
-    return [Mapped(rank, of_rank, starts, meet) for rank in range(RANKS)]
+def map_memory(
+    row_bytes: int, slot_bytes: int, capacity: int, meet: Callable[[], None], short: bool = False
+) -> list[Mapped]:
+    """Memory of calls of these sizes. short: it ends in the second slot."""
+    counts_end = -(-4 * LOCAL * RANKS // 256) * 256
+    places = Memory.of(counts_end, capacity, TOP_K, row_bytes, slot_bytes)
+    nbytes = places.slots + slot_bytes if short else places.end
+    of_rank = [torch.full((nbytes,), 255, dtype=torch.uint8, device=DEVICE) for _ in range(RANKS)]
+    addresses = torch.tensor([of.data_ptr() for of in of_rank], device=DEVICE).view(torch.int32).view(-1, 2)
+    buffers = [MappedBuffer(Shared(of_rank, None), addresses, (0, counts_end, places.end), []) for _ in range(RANKS)]
+    return [Mapped(rank, buffer, meet) for rank, buffer in enumerate(buffers)]
 
 
 class Separate(Prepared):
@@ -114,16 +134,16 @@ class Separate(Prepared):
     @classmethod
     def of(cls, program: Any, device: torch.device) -> "Separate":
         types = [(array.shape, array.dtype) for array in program.arrays.values()]
-        exchange: Any = device_call.exchange
+        exchange: Any = prepared.exchange
         arguments = types, [-1] * len(types), program.steps
-        launch = device_call.cpp_bindings.CudaProgram(exchange, device.index, *arguments)
+        launch = prepared.cpp_bindings.CudaProgram(exchange, device.index, *arguments)
         return cls(program, launch, ())
 
-    def __call__(self, memory: PeerMemory, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    def __call__(self, memory: PeerMemory, given: dict[str, Tensor]) -> dict[str, Tensor]:
         arrays = {name: given[name] if name in given else empty(name, *of) for name, of in self.program.arrays.items()}
         self.launch(tuple(arrays.values()), torch.empty(16, dtype=torch.uint8, device=DEVICE), memory.side_stream)
         synchronize()  # the arrays of both streams are freed
-        return tuple(arrays[name] for name in self.program.results)
+        return {name: arrays[name] for name in self.program.results}
 
 
 def empty(name: str, shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -189,18 +209,16 @@ def driven(seed: int, rows: int) -> None:
     """A layer and its backward over programs that the device drives. rows: the capacity of a rank; a token that loses
     a row is NaN, and the gradients of the experts miss it."""
     tokens, ranks = [Tokens.of(seed, rank) for rank in range(RANKS)], Ranks()
-    slots = plan.capacity_of(rows, LOCAL, ALIGNMENT)
-    places = Memory.of(0, slots, TOP_K, D)
-    counts_end = -(-4 * LOCAL * RANKS**2 // 256) * 256
-    end = counts_end + places.slots + 2 * D if fault == "slots" else None
-    memories = map_memory((counts_end, places.end, 0), ranks.meet, end)
+    slots = capacity_of(rows, LOCAL, ALIGNMENT)
+    sizes_of_rows = packed_width(D), 2 * D, slots
+    memories = map_memory(*sizes_of_rows, ranks.meet, fault == "slots")
 
     def of_rank(rank: int) -> list[Any]:
         memory, (x, experts, probs, dy) = memories[rank], tokens[rank]
-        order, inverse, counts = sort_by_expert(experts, LOCAL * RANKS)
+        order, _, counts = sort_by_expert(experts, LOCAL * RANKS)
         rounding, numbers = int(RECIPE.rounding), tuple(PLAIN.attributes)
         sizes = Sizes(rank, RANKS, LOCAL, slots, D, F, TOP_K, "bfloat16", rounding, numbers)
-        call = DeviceCall(memory, FFN, len(x), inverse, sizes, D, ALIGNMENT, (None,) * 3, True, slots)
+        call = DeviceCall(memory.rows(len(x), *sizes_of_rows), FFN, sizes, D, (None,) * 3, True)
         ctx, function = Context(), device_exchange._DeviceExperts
         y, totals = function.forward(ctx, x, probs, call, order, counts, *weights_of(rank))
         dx, dprobs, *_, dw1, dw3, dw2 = function.backward(ctx, dy, totals)
@@ -227,34 +245,36 @@ def same(got: Tensor, want: Tensor, what: object) -> None:
 def exchanged(seed: int, rows: Rows) -> None:
     """The kernels without overlap: experts that return the rows that they get, and their weights."""
     tokens, ranks = [Tokens.of(seed, rank) for rank in range(RANKS)], Ranks()
-    capacity = plan.capacity_of(MOST_TOKENS * TOP_K * RANKS, LOCAL, ALIGNMENT)
-    nbytes = offsets_of(capacity, [*rows.parts, PROB])[-1]
-    counts_end = -(-4 * LOCAL * RANKS**2 // 256) * 256
-    memories = map_memory((counts_end, nbytes, nbytes), ranks.meet)
+    capacity, nbytes = capacity_of(MOST_TOKENS * TOP_K * RANKS, LOCAL, ALIGNMENT), rows.nbytes.length
+    memories = map_memory(nbytes, nbytes, capacity, ranks.meet)
 
     def of_rank(rank: int) -> tuple[Tensor, Tensor]:
         memory, (x, experts, probs, _) = memories[rank], tokens[rank]
-        x = x[:, :WIDTH].to(rows.dtype).contiguous()
-        order, inverse, counts = sort_by_expert(experts, LOCAL * RANKS)
-        layout = lay_out(memory, share_counts(memory, counts), len(order), capacity, ALIGNMENT)
-        exchange = PeerExchange(memory, layout, TokenReplicas(x, order, inverse, TOP_K))
-        exchange.push(x, rows, probs)
-        memory.barrier()
-        parts = [*rows.parts, PROB]
-        for there, home in zip(*(memory.views(at, capacity, parts) for at in ("experts", "tokens")), strict=True):
-            home.copy_(there)
-        memory.barrier()
-        return exchange.pull(rows, parts, torch.bfloat16), exchange.pull_weights(parts)
+        x = widened(x, rows)
+        order, _, counts = sort_by_expert(experts, LOCAL * RANKS)
+        own, nobody = memory.rows(len(x), nbytes, nbytes, capacity), cast(Any, None)
+        call = PeerCall(own, Transfers(rows, rows, rows, rows), nobody, torch.bfloat16)
+        own.write(x, rows)
+        own.write_order(order, probs)
+        operand, given = call.pull(rows, {"counts": memory.mapped.share_counts(counts)})
+        call.push(rows, dequantized(operand), given["prob"], given)
+        memory.mapped.barrier()
+        return own.sums(given["sources"], rows, torch.bfloat16), own.numbers(given["sources"])
 
     for (y, weights), (x, _, probs, _) in zip(ranks.run(of_rank), tokens, strict=True):
-        values = x[:, :WIDTH].to(rows.dtype).cpu().contiguous()
+        values = widened(x, rows).cpu()
         if rows.rounding is not None:
-            values = through_mx(values, rows.rounding)
+            values = through_mx(through_mx(values, rows.rounding), rows.rounding)
         total = torch.zeros(values.shape)
         for _ in range(TOP_K):
             total += values.float()
         same(y.cpu(), total.bfloat16(), rows)
         same(weights.cpu(), probs.cpu(), rows)
+
+
+def widened(x: Tensor, rows: Rows) -> Tensor:
+    """Tokens with as many values as the rows."""
+    return x.repeat(1, -(-rows.width // D))[:, : rows.width].to(rows.dtype).contiguous()
 
 
 def through_mx(x: Tensor, rounding: int) -> Tensor:
@@ -270,8 +290,9 @@ def routings(*seeds: int) -> None:
 def kernels() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rounding in (None, int(RECIPE.rounding)):
-            for seed in (1, 4, 5):
-                exchanged(seed, Rows(WIDTH, dtype, rounding))
+            for width, seeds in SEEDS_OF_WIDTH.items():
+                for seed in seeds:
+                    exchanged(seed, Rows(width, dtype, rounding))
 
 
 PARTS: dict[str, Callable[[], None]] = {
@@ -281,7 +302,7 @@ PARTS: dict[str, Callable[[], None]] = {
     "kernels": kernels,
 }
 """By seeds of `routed`: a rank without tokens and any; all rows to one expert or rank, no tokens, and empty experts;
-more rows than the capacity of a rank. And the kernels of Triton without overlap."""
+more rows than the capacity of a rank. And the kernels without overlap."""
 
 
 def main(part: str, of_fault: str = "") -> None:
@@ -289,7 +310,7 @@ def main(part: str, of_fault: str = "") -> None:
     fault = of_fault
     assert not fault or fault in FAULTS, FAULTS
     differentiable.release_saved = lambda ctx: None  # takes a context of autograd alone
-    device_call.Prepared = Separate  # type: ignore[misc]
+    prepared.Prepared = Separate  # type: ignore[misc]
     PARTS[part]()
     print(f"ran {part}", flush=True)
 

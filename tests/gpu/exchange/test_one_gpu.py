@@ -16,13 +16,13 @@ import pytest
 import torch
 from mxep import cpp_bindings
 
-from .one_gpu import FAULTS, PARTS
+from .one_gpu import FAULTS, PARTS, WITHOUT_OVERLAP
 
 ROOT = Path(__file__).parents[3]
 NO_ERROR = "ERROR SUMMARY: 0 errors"
 OPTIONS = {"memcheck": ("--padding", "4096"), "racecheck": ("--print-limit", "1000")}
 """Bytes between allocations: without, an access past the end of one may be in the next one."""
-KERNELS = "gather_rows", "sum_rows", "homes", "pull_folds", "pushes"
+KERNELS = "gather_rows", "sum_rows", "layouts", "homes", "pull_folds", "pulls", "pushes"
 """racecheck speaks of these here, of all others in test_sanitizer.py, at small sizes. In long programs it also reports
 products and SwiGLU's backward, which write shared memory again after a barrier at which one lane of each reading warp
 arrives, after __syncwarp. The machine code has a NOP in the place of __syncwarp, which may be why. With --kernel-name
@@ -60,16 +60,15 @@ def test_memcheck_of_torch(part: str) -> None:
     require_no_error("memcheck", check("memcheck", "one_gpu", part), part)
 
 
-@pytest.mark.parametrize("part", ["driven", "overflow"])
+@pytest.mark.parametrize("part", ["driven", "overflow", "kernels"])
 def test_racecheck_of_torch(part: str) -> None:
-    """Of CUDA C++: the kernels of Triton have no shared memory of their own."""
     require_no_error("racecheck", check("racecheck", "one_gpu", part), part)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_memcheck_of_torch_finds_a_seeded_fault(fault: str) -> None:
-    output = check("memcheck", "one_gpu", "kernels" if fault == "rows" else "driven", fault)
+    output = check("memcheck", "one_gpu", "kernels" if fault in WITHOUT_OVERLAP else "driven", fault)
     assert NO_ERROR not in output, output[-6000:]
     assert re.search(rf"Invalid .*\n(.*\n){{0,2}}.*{FAULTS[fault]}", output), output[-6000:]
 

@@ -1,26 +1,24 @@
-"""One of three ranks of PeerMemory on a CPU dies or hangs in mid step; run by test_peer_deaths.py. Kernels, memory and
+"""One of three ranks of PeerMemory on a CPU dies or hangs in mid step; run by test_peer_deaths.py. Programs, memory and
 barriers are as in peer_ranks.py: the barrier is of Gloo, and so is its time limit."""
 
 from collections.abc import Callable
 from functools import partial
 
-from mxep.torch_frontend import ExpertParallel, PeerMemory
+from mxep.torch_frontend import ExpertParallel
+from mxep.torch_frontend.overlap.mapped_memory import MappedMemory
+from mxep.torch_frontend.overlap.prepared import Prepared
 
 from ..overlap import peer_ranks
 from . import ep_deaths
 from .ep_deaths import BACKWARD, BEFORE, EXPERTS, GRADIENTS, RANKS, REDUCE, Layer, watch
 
-INTERPRETER = True
-KERNEL, BARRIER = "kernel", "barrier"
-PHASES = [
-    BEFORE, KERNEL, BARRIER, *[KERNEL] * 3, BARRIER, EXPERTS, BARRIER, KERNEL,
-    BACKWARD, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2, REDUCE,
-]  # fmt: skip
-MULTIPLIED = [KERNEL, BARRIER, *[KERNEL] * 2, BARRIER, EXPERTS, BARRIER]
+PROGRAM, BARRIER = "program", "barrier"
+FORWARD = [BARRIER, PROGRAM, EXPERTS, PROGRAM]
+GRADIENT = [BARRIER, PROGRAM, GRADIENTS, PROGRAM]
+PHASES = [BEFORE, *FORWARD, BARRIER, BACKWARD, *GRADIENT, BARRIER, REDUCE]
+AGAIN = [BARRIER, *FORWARD[:-1]]
 OF_ROUNDS = [
-    BEFORE, KERNEL, BARRIER, *[KERNEL] * 3, BARRIER, EXPERTS, BARRIER, KERNEL, *MULTIPLIED, KERNEL,
-    BACKWARD, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2,
-    *MULTIPLIED, BARRIER, *[KERNEL] * 2, BARRIER, GRADIENTS, BARRIER, *[KERNEL] * 2, REDUCE,
+    BEFORE, *FORWARD, BARRIER, *FORWARD, BARRIER, BACKWARD, *GRADIENT, *AGAIN, BARRIER, *GRADIENT, BARRIER, REDUCE,
 ]  # fmt: skip
 """Of two rounds: the second one has the steps of the first, and its backward also the steps of its forward."""
 EXCHANGES = {"PeerMemory": PHASES, "PeerMemory in rounds": OF_ROUNDS}
@@ -32,8 +30,8 @@ DEATHS = {
 def begin(rank: int) -> None:
     peer_ranks.begin(rank)
     ep_deaths.begin(rank)
-    watch(PeerMemory, "launch", KERNEL)
-    watch(PeerMemory, "barrier", BARRIER)
+    watch(Prepared, "__call__", PROGRAM)
+    watch(MappedMemory, "barrier", BARRIER)
 
 
 def layer(exchange: str) -> Layer:

@@ -7,7 +7,7 @@ from . import peer_deaths
 from .peer_deaths import BARRIER, DEATHS
 from .survivors import survivors
 
-ALWAYS = {f"PeerMemory, 2 {BARRIER}, KILL", f"PeerMemory in rounds, 11 {BARRIER}, KILL"}
+ALWAYS = {f"PeerMemory, 1 {BARRIER}, KILL", f"PeerMemory in rounds, 5 {BARRIER}, KILL"}
 """The others are slow."""
 
 

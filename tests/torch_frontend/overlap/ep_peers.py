@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mxep.core_kernels.peer import oracle, plan
+from mxep.core_kernels.peer import oracle
+from mxep.core_kernels.policy.rounds import capacity_of
 from mxep.torch_frontend import (
     ExpertParallel,
     GroupedExperts,
@@ -101,7 +102,7 @@ def overflow(small: PeerMemory, enough: PeerMemory) -> None:
     both kinds."""
     group, experts = small.group, LOCAL * small.group.size()
     assert small.rows is not None
-    capacity = plan.capacity_of(small.rows, LOCAL, 32)
+    capacity = capacity_of(small.rows, LOCAL, 32)
     for seed in range(50):
         routings = [routing(seed, rank, group.size())[1] for rank in range(group.size())]
         table = torch.stack([torch.bincount(e.flatten(), minlength=experts) for e in routings]).numpy()
@@ -158,7 +159,7 @@ def more_rows(memory: PeerMemory) -> None:
     all_to_one = torch.zeros_like(counts)
     all_to_one[0] = more
     y = expert_parallel_ffn(x, all_to_one, *weights, transport=memory, **of)
-    capacity = plan.capacity_of(memory.most, LOCAL, 32)
+    capacity = capacity_of(memory.most, LOCAL, 32)
     lost = sum(rows_of) - capacity
     assert 0 < lost < memory.most // group.size()
     # A group begins with the rows of rank 0: rows of the last rank find no position.

@@ -1,5 +1,4 @@
-"""The ranks of tests/gpu/exchange/one_gpu.py on a CPU: programs by program_on_cpu.py, kernels in Triton's interpreter;
-run by test_one_process.py."""
+"""The ranks of tests/gpu/exchange/one_gpu.py on a CPU: programs by program_on_cpu.py; run by test_one_process.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,14 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from mxep.torch_frontend.overlap import device_call
+from mxep.torch_frontend.overlap import prepared
 from torch import Tensor
 
-from ... import conftest  # noqa: F401 -- Triton's interpreter without the work that has no effect
 from ...gpu.exchange import one_gpu
 from .program_on_cpu import ProgramOnCPU
 
-INTERPRETER = True
 opened: list[one_gpu.Mapped] = []
 
 
@@ -26,28 +23,27 @@ def begin(rank: int) -> None:
         return opened
 
     def memory_of(side: int) -> list[Tensor]:
-        assert opened[0].buffer is not None
-        return opened[0].buffer.shared.of_rank
+        assert opened[0].mapped.buffer is not None
+        return opened[0].mapped.buffer.shared.of_rank
 
     def program(exchange: object, index: object, types: Any, places: Any, steps: Any) -> ProgramOnCPU:
         return ProgramOnCPU(types, places, steps, memory_of, rank)
 
     one_gpu.map_memory = map_memory
-    device_call.cpp_bindings = SimpleNamespace(CudaProgram=program)
+    prepared.cpp_bindings = SimpleNamespace(CudaProgram=program)
     np.seterr(all="ignore")
 
 
 def fails(fault: str) -> None:
     try:
-        one_gpu.main("driven", fault)
+        one_gpu.main("kernels" if fault in one_gpu.WITHOUT_OVERLAP else "driven", fault)
     except (AssertionError, ValueError, IndexError):
         return
     raise RuntimeError(f"{fault} has no error")
 
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
-    """The fault of `rows` would write past an array of this process."""
     return {
         **{part: partial(one_gpu.main, part) for part in one_gpu.PARTS},
-        **{f"fault in {name}": partial(fails, name) for name in one_gpu.FAULTS if name != "rows"},
+        **{f"fault in {name}": partial(fails, name) for name in one_gpu.FAULTS},
     }

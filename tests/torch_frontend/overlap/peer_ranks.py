@@ -1,40 +1,49 @@
-"""Two ranks of PeerMemory on a CPU: kernels in Triton's interpreter, files as the memory of the ranks, Gloo as the
-barrier; run by test_peer_memory.py."""
+"""Ranks of PeerMemory on a CPU: programs by program_on_cpu.py, files as the memory of the ranks, Gloo as the barrier;
+run by test_peer_memory.py. device_ranks.py has the calls that overlap."""
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from mxep.core_kernels.peer.programs.writer import Memory
 from mxep.torch_frontend import PeerMemory
-from mxep.torch_frontend.overlap import peer_memory
+from mxep.torch_frontend.overlap import mapped_memory, peer_memory, prepared
+from mxep.torch_frontend.overlap.mapped_memory import MappedMemory
+from mxep.torch_frontend.overlap.rank_rows import RankRows
+from mxep.torch_frontend.overlap.rows import Rows
 from mxep.torch_frontend.overlap.symmetric import Shared
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ... import conftest  # noqa: F401 -- Triton's interpreter without the work that has no effect
 from . import ep_overlap, ep_peers, ep_rounds
+from .program_on_cpu import ProgramOnCPU
 
-INTERPRETER = True
-MOST_TOKENS, BARRIERS = 12, 3
-"""Of a direction; nobody uses a rank's memory when it has passed the first one."""
+MOST_TOKENS = 12
+POISON = 0x7F
+"""Large values in bf16 and fp32: a slot that is NaN was made NaN on purpose."""
 
 
 class Files:
-    """What the ranks map. The operand is poisoned before a rank says that it is done with it, its rows to tokens when
-    all are. One rank is late, at a barrier that changes."""
+    """What the ranks map. One rank is late, after a barrier that changes. The slots are poisoned before a rank says
+    that peers may write them, the rows that peers read after a direction."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.number = folder, 0
         self.opened: list[PeerMemory] = []
         self.barriers: dict[int, int] = {}
+        self.places: dict[int, Memory] = {}
+        self.starts: set[int] = set()
 
     def open(self, group: dist.ProcessGroup, rows: int | None, **options: Any) -> PeerMemory:
-        self.opened.append(PeerMemory(group, rows, width=3, **options))
+        self.opened.append(PeerMemory(group, rows, **options))
         return self.opened[-1]
 
     def shared_memory(self, nbytes: int, group: dist.ProcessGroup) -> Shared:
@@ -45,22 +54,33 @@ class Files:
         names = [str(mine.with_name(f"memory{self.number}-{r}")) for r in range(group.size())]
         return Shared([torch.from_file(n, shared=True, size=nbytes, dtype=torch.uint8) for n in names], group)
 
-    def interrupt(self, memory: PeerMemory) -> None:
-        """After an error, or with new memory, the next barrier is the first one of a direction."""
-        self.barriers[id(memory)] = -1
+    def note(self, rows: RankRows) -> None:
+        """These are the places of the direction that begins."""
+        self.places[id(rows.memory.mapped)] = rows.places
+
+    @contextmanager
+    def direction(self, mapped: MappedMemory) -> Iterator[None]:
+        """Around the work of a rank in one direction of a call."""
+        self.starts.add(id(mapped))
+        with UNINTERRUPTED(mapped):
+            yield
+        if places := self.places.get(id(mapped)):
+            mapped.own[places.rows : places.slots] = 255
 
     def barrier(self, shared: Shared, timeout_ms: int) -> None:
-        (memory,) = (m for m in self.opened if m.buffer is not None and m.buffer.shared is shared)
-        assert memory.buffer is not None
-        number = self.barriers[id(memory)] = self.barriers.get(id(memory), -1) + 1
-        _, experts, tokens, end = memory.buffer.starts
-        if number % 7 == memory.rank:
-            time.sleep(0.01)  # the others may not go on
-        if number % BARRIERS == 0:
-            memory.own[experts:tokens] = 255
+        (mapped,) = (m.mapped for m in self.opened if m.mapped.buffer is not None and m.mapped.buffer.shared is shared)
+        if id(mapped) in self.starts and (places := self.places.get(id(mapped))):
+            mapped.own[places.slots : places.end] = POISON
+        self.starts.discard(id(mapped))
         dist.barrier(shared.handle)
-        if number % BARRIERS == 0:
-            memory.own[tokens:end] = 255
+        number = self.barriers[id(mapped)] = self.barriers.get(id(mapped), -1) + 1
+        if number % 3 == mapped.rank:
+            time.sleep(0.02)  # the others may go on, but not beyond the next barrier
+
+
+UNINTERRUPTED = MappedMemory.uninterrupted
+WRITE = RankRows.write
+EMPTY = torch.empty
 
 
 @cache
@@ -84,38 +104,64 @@ def memory() -> PeerMemory:
     return opened(MOST_TOKENS * ep_overlap.TOP_K * dist.get_world_size())
 
 
+def memory_of(side: int) -> list[Tensor]:
+    (memory,) = (m for m in files().opened if id(m) == side)
+    assert memory.mapped.buffer is not None
+    return memory.mapped.buffer.shared.of_rank
+
+
+def write(rows: RankRows, x: Tensor, of: Rows) -> None:
+    files().note(rows)
+    WRITE(rows, x, of)
+
+
+def poisoned(*shape: object, **options: object) -> Tensor:
+    """In place of torch.empty, for all that a program allocates."""
+    out = EMPTY(*shape, **options)  # type: ignore[arg-type]
+    out.view(torch.uint8).fill_(255)
+    return out
+
+
+def begin(rank: int) -> None:
+    peer_memory._missing = lambda: ""
+    peer_memory._device = lambda: torch.device("cpu")
+    mapped_memory.shared_memory = files().shared_memory
+    mapped_memory.barrier = files().barrier
+    MappedMemory.uninterrupted = lambda mapped: files().direction(mapped)  # type: ignore[method-assign]
+    RankRows.write = write  # type: ignore[method-assign]
+    PeerMemory.side_stream = property(id)  # type: ignore[method-assign, assignment]
+
+    def program(exchange: object, index: object, *arguments: Any) -> ProgramOnCPU:
+        return ProgramOnCPU(*arguments, memory_of, rank)
+
+    prepared.cpp_bindings = SimpleNamespace(CudaProgram=program)
+    prepared.torch = SimpleNamespace(**{**vars(torch), "empty": poisoned})
+    np.seterr(all="ignore")
+
+
 def ffn(run: str, *seeds: int, bias: bool = True) -> None:
     for seed in seeds:
         ep_overlap.ffn(memory(), run, range(seed, seed + 1), bias, most=MOST_TOKENS)
     memory().overflow()
 
 
-def products(run: str, *seeds: int) -> None:
+def products(run: str, replicas: bool, *seeds: int) -> None:
     for seed in seeds:
-        ep_overlap.products(memory(), run, False, range(seed, seed + 1), MOST_TOKENS)
+        ep_overlap.products(memory(), run, replicas, range(seed, seed + 1), MOST_TOKENS)
 
 
-def begin(rank: int) -> None:
-    peer_memory._missing = lambda: ""
-    peer_memory._device = lambda: torch.device("cpu")
-    peer_memory.shared_memory = files().shared_memory
-    peer_memory.barrier = files().barrier
-    interrupt = PeerMemory.interrupt
-    PeerMemory.interrupt = lambda memory: (interrupt(memory), files().interrupt(memory))[0]  # type: ignore[method-assign]
-    grow = PeerMemory._grow
-    PeerMemory._grow = lambda memory, sizes: (grow(memory, sizes), files().interrupt(memory))[0]  # type: ignore[method-assign]
-    np.seterr(all="ignore")
+RECIPES = [run for run in ep_overlap.RUNS if run not in ("mxfp8", "mxfp8 folded")]
+"""With biases, which no program that overlaps takes."""
 
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
     return {
         "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
-        "all transfers": lambda: ffn("mxfp8 in all transfers", 5),
-        "no transfer": lambda: ffn("bf16 in all transfers", 5),
-        "bf16": lambda: ffn("bf16", 4),
         "folded": lambda: ffn("mxfp8 folded", 5),
-        "rows": lambda: products("mxfp8_wgrad_with_hp", 4),
-        "rows in all transfers": lambda: products("mxfp8 in all transfers", 5),
+        **{f"recipe {run}": lambda run=run: ffn(run, 4, 5) for run in RECIPES},
+        "rows": lambda: products("mxfp8_wgrad_with_hp", False, 4),
+        "rows in all transfers": lambda: products("mxfp8 in all transfers", False, 5),
+        "replicas": lambda: products("bf16", True, 5),
         **ep_peers.checks(world, opened),
         **ep_rounds.checks(False, opened),
     }

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from mxep import cpp_bindings
 from mxep.core_kernels.fold.oracle import fold_rows
+from mxep.core_kernels.peer import oracle
 from mxep.core_kernels.peer.programs.program import Step, list_earlier
 from mxep.core_kernels.registry import OPS
 from mxep.torch_frontend.ops import cpu_gemm
@@ -58,6 +59,22 @@ class ProgramOnCPU:
             outputs = outputs[: len(op.outputs)]
             cpp_bindings.run(step.op, inputs, outputs, step.attrs[: len(op.options)])
 
+    def lay_out(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        counts = inputs[0].numpy().clip(0)
+        ends, sources, totals, worst = (t.numpy() for t in outputs)
+        rank, capacity, alignment, rounds, order_at, missing = step.attrs
+        order = self.view(rank, order_at, np.int32)[: len(sources)]
+        order = order[order >= 0]
+        laid_out = oracle.lay_out(counts, rank, len(order), capacity, alignment, bool(rounds))
+        positions, ends[:], totals[:], needed = laid_out
+        # A row beyond the capacity has a place in a later round, a row beyond the counts nowhere.
+        placed = np.arange(len(order)) < counts[rank].sum() if rounds else positions >= 0
+        sources[:] = 2**30  # slots without a row are unspecified
+        sources[order] = np.where(placed, order, missing)
+        for r, rows in enumerate(needed):
+            if not rounds and rows - capacity > max(worst[r, 0], 0):
+                worst[r] = rows - capacity, rows
+
     def find_home(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         counts, ends, _ = (t.numpy() for t in inputs)
         counts = counts.clip(0)
@@ -90,10 +107,21 @@ class ProgramOnCPU:
             q[row], sf[row] = packed[: q.shape[1]], packed[q.shape[1] : width]
             qf[row], row_sf[row] = fold_rows(q[row], sf[row])
 
+    def pull_rows(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        home, ends, _ = (t.numpy() for t in inputs)
+        values, scales = (t.numpy() for t in outputs)
+        at, top_k, length, _ = step.attrs
+        assert length % 16 == values.shape[1] % 16 == 0
+        for row in _rows(step, ends):
+            rank, slot = home[row]
+            of = np.zeros(length, np.uint8) if rank < 0 else self.view(rank, at + slot // top_k * length, np.uint8)
+            values[row], scales[row] = np.split(of[: values.shape[1] + scales.shape[1]], [values.shape[1]])
+
     def push_rows(self, step: Step, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         rows, numbers, home, ends, *_ = inputs
         slots_at, numbers_at, _ = step.attrs
         values = rows.view(torch.uint8).numpy()
+        assert values.shape[1] % 16 == 0
         for row in _rows(step, ends.numpy()):
             rank, slot = home[row].tolist()
             if rank >= 0:

@@ -12,12 +12,6 @@ def process(start_ranks: StartRanks) -> Ranks:
     return start_ranks(one_process, 1, backend=None)
 
 
-ALWAYS = {"overflow", "fault in home", "fault in slots"}
-"""The others are slow."""
-
-
-@pytest.mark.parametrize(
-    "check", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.slow) for name in one_process.checks(1)]
-)
+@pytest.mark.parametrize("check", one_process.checks(1))
 def test_ranks_in_one_process(process: Ranks, check: str) -> None:
     process.run(check)

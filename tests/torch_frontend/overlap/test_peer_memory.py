@@ -1,4 +1,4 @@
-"""PeerMemory without GPUs: two processes with kernels in Triton's interpreter (peer_ranks.py), and its errors."""
+"""PeerMemory without GPUs: processes whose programs run on a CPU in a random order (peer_ranks.py), and its errors."""
 
 from datetime import timedelta
 
@@ -6,22 +6,33 @@ import pytest
 import torch
 from mxep.torch_frontend import PeerMemory
 
-from ...ranks.fixture import Ranks, StartRanks, with_slow
+from ...ranks.fixture import Ranks, StartRanks
 from . import peer_ranks
 
-RANKS = 2
-SLOW = [f"rounds, plain ffn, {what}" for what in ("an error in the forward", "default", "cached weights")]
-SLOW += ["rounds, ffn in all transfers, one_expert"]
+TWO, FOUR = 2, 4
 
 
 @pytest.fixture(scope="module")
-def ranks(start_ranks: StartRanks) -> Ranks:
-    return start_ranks(peer_ranks, RANKS)
+def two(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(peer_ranks, TWO)
 
 
-@pytest.mark.parametrize("check", with_slow(peer_ranks.checks(RANKS), SLOW))
-def test_two_ranks_have_the_bytes_of_no_transport(ranks: Ranks, check: str) -> None:
-    ranks.run(check)
+@pytest.fixture(scope="module")
+def four(start_ranks: StartRanks) -> Ranks:
+    return start_ranks(peer_ranks, FOUR)
+
+
+@pytest.mark.parametrize("check", peer_ranks.checks(TWO))
+def test_two_ranks_have_the_bytes_of_no_transport(two: Ranks, check: str) -> None:
+    two.run(check)
+
+
+OF_RECIPES = [name for name in peer_ranks.checks(FOUR) if name.startswith("recipe")]
+
+
+@pytest.mark.parametrize("check", ["routings", "overflow", "rounds, plain ffn, dirichlet", *OF_RECIPES])
+def test_four_ranks_have_the_bytes_of_no_transport(four: Ranks, check: str) -> None:
+    four.run(check)
 
 
 def test_arguments() -> None:
@@ -37,8 +48,6 @@ def test_arguments() -> None:
         PeerMemory(on_overflow="drop")
     with pytest.raises(TypeError, match="PeerMemory: rounds: got 2"):
         PeerMemory(rounds=2)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="PeerMemory: width: got"):
-        PeerMemory(width=1.5)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout: got 3"):
         PeerMemory(timeout=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout"):
