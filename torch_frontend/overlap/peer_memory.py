@@ -38,6 +38,7 @@ from ...core_kernels.launch import fail
 from ...core_kernels.peer import plan
 from ...core_kernels.peer.programs.writer import Memory
 from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
+from ...core_kernels.policy.rounds import CAPACITY_FACTOR
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, key_of, name_of, table_of_ranks
@@ -55,7 +56,6 @@ from .symmetric import Shared, barrier, has_shared_memory, shared_memory
 
 OP = "PeerMemory"
 WIDTH = 1024
-CAPACITY_FACTOR = 1.25
 TIMEOUT = timedelta(minutes=10)
 WHERE: tuple[Where, Where] = ("experts", "tokens")
 
