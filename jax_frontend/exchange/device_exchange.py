@@ -37,7 +37,7 @@ from ..routing.overflow import nan_gradients, nan_values
 from .all_to_all import TokenReplicas, lost_of
 from .peer_exchange import PeerSizes, share
 from .peer_memory import TARGETS, _check_processes, _place, all_ranks
-from .rounds import Gradients, Inputs, Maps, first_round, run_rounds, sum_of_slots
+from .rounds import Gradients, Inputs, Maps, plan_rounds, run_rounds, sum_of_slots
 
 HOPPER = "sm_90"
 KEPT = "x_q", "x_sf", "gate", "up"
@@ -98,14 +98,17 @@ def runs_here() -> bool:
 
 
 def exchange_ffn(
-    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...], recipe: Recipe,
-    activation: SwiGLU, axis_name: Axes, capacity_factor: float | None, on_overflow: OnOverflow, rounds: bool,
+    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...],
+    given: tuple[jax.Array, ...], recipe: Recipe, activation: SwiGLU, axis_name: Axes, capacity_factor: float | None,
+    on_overflow: OnOverflow, rounds: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit: none with rounds."""
+    """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit: none with rounds. given:
+    the weights, as `run_rounds` takes them."""
     op, x = "moe.apply", tokens.x
     sizes = PeerSizes.of(axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
-    shared, several = share(tokens, counts, sizes), rounds and not sizes.holds_all
-    first, maps = first_round(sizes, shared, several)
+    several = rounds and not sizes.holds_all
+    plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
+    maps = plan.maps
     lost = None if rounds else lost_of(tokens, counts, maps.row_map.inverse, sizes.holds_all, on_overflow)
     x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)
     groups, hidden, dim = weights[0].shape
@@ -114,7 +117,7 @@ def exchange_ffn(
         tuple(activation.attributes),
     )  # fmt: skip
     call = DeviceCall(sizes, several, Static(axis_name, of_program, sizes.num_rows, True))
-    y = run_rounds(call, Inputs(x, probs, weights), shared, first, maps)
+    y = run_rounds(call, Inputs(x, probs, weights), given, plan)
     overflow = jnp.zeros_like(maps.slots.overflow) if rounds else maps.slots.overflow
     return nan_values(op, y, lost), overflow
 

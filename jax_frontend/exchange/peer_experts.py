@@ -23,7 +23,7 @@ from ..routing.weighted_combine import combine_slots
 from .all_to_all import TokenReplicas
 from .peer_exchange import PeerSizes, share
 from .peer_memory import Peers
-from .rounds import Gradients, Inputs, Maps, first_round, run_rounds
+from .rounds import Gradients, Inputs, Maps, plan_rounds, run_rounds
 from .route import named_groups
 
 
@@ -95,16 +95,16 @@ class PeerCall(NamedTuple):
 
 
 def run(
-    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: Any, experts: Callable[..., Any],
+    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: Any, given: Any, experts: Callable[..., Any],
     recipe: Recipe, axis_name: Axes, capacity_factor: float, prob_in: ProbIn, out_dtype: Any,
 ) -> jax.Array:  # fmt: skip
-    """(T, N): dispatch, experts and combine in rounds, unchecked."""
+    """(T, N): dispatch, experts and combine in rounds, unchecked. given: the weights, as `run_rounds` takes them."""
     sizes = PeerSizes.of(axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
-    shared, several = share(tokens, counts, sizes), not sizes.holds_all
-    first, maps = first_round(sizes, shared, several)
+    several = not sizes.holds_all
+    plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
     summed, dtype = prob_in != "combine", jnp.dtype(out_dtype).name
     call = PeerCall(sizes, several, recipe, experts, tokens.top_k, dtype, summed)
-    result = run_rounds(call, Inputs(tokens.x, probs if prob_in == "swiglu" else None, weights), shared, first, maps)
+    result = run_rounds(call, Inputs(tokens.x, probs if prob_in == "swiglu" else None, weights), given, plan)
     if summed:
         return result
     # The gradient of a weighted sum reads the rows again: they are rows of this rank.

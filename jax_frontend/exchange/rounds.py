@@ -35,6 +35,14 @@ class Maps(NamedTuple):
     split: jax.Array
 
 
+class Plan(NamedTuple):
+    """What the ranks tell each other, and the first round."""
+
+    shared: Shared
+    first: Taken
+    maps: Maps
+
+
 class Inputs(NamedTuple):
     """tokens (T, D). probs (T, top_k) fp32, that the experts multiply by, or None. weights: a tree, of which every
     float array has a first dim of experts."""
@@ -114,47 +122,53 @@ def take_rows(left: jax.Array, capacity: int, alignment: int) -> jax.Array:
     return jnp.clip(jnp.clip(limits - starts, 0, totals) - before, 0, of_owners).reshape(left.shape)
 
 
-def first_round(sizes: PeerSizes, shared: Shared, rounds: bool) -> tuple[Taken, Maps]:
-    """What the first round takes; without rounds the rows that fit."""
-    none = jnp.zeros_like(shared.counts)
+def plan_rounds(sizes: PeerSizes, shared: Shared, rounds: bool) -> Plan:
+    """The first round; without rounds it takes the rows that fit."""
     rows = take_rows(shared.counts, sizes.padded, sizes.alignment) if rounds else fitting_rows(shared, sizes)
-    return Taken(none, rows), map_round(sizes, shared, Taken(none, rows))
+    first = Taken(jnp.zeros_like(rows), rows)
+    return Plan(shared, first, _map_round(sizes, shared, first))
 
 
-def map_round(sizes: PeerSizes, shared: Shared, taken: Taken) -> Maps:
+def _map_round(sizes: PeerSizes, shared: Shared, taken: Taken) -> Maps:
     rank = lax.axis_index(sizes.axis_name)
     before, rows = (jnp.take(t.sum(0).reshape(sizes.ranks, -1), rank, axis=0) for t in taken)
     return Maps(*map_peers(shared, taken, sizes), rows > 0, (rows > 0) & (before > 0))
 
 
-def run_rounds(call: Call, inputs: Inputs, shared: Shared, first: Taken, maps: Maps) -> Any:
-    """The result of a call. first, maps: of `first_round`. The callers have checked the arguments."""
-    given = inputs, shared, first, maps
-    axes = varying_axes(*jax.tree.leaves(given))
-    return _run_jitted(call, *jax.tree.map(lambda x: vary(x, axes), given))
+def run_rounds(call: Call, inputs: Inputs, weights: Any, plan: Plan) -> Any:
+    """The result of a call, whose arguments are checked. weights: the weights of `inputs` as the layer was given them.
+    The backward of later rounds reads these: a scan saves no copy of an argument, but of what is computed from it."""
+    axes = varying_axes(*jax.tree.leaves((inputs, plan)))
+    inputs, plan = jax.tree.map(lambda x: vary(x, axes), (inputs, plan))
+    return _run_jitted(call, inputs, weights, plan)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(call: Call, inputs: Inputs, shared: Shared, first: Taken, maps: Maps) -> Any:
-    rows, _ = call.forward(inputs, maps, False)
-    return _finish_forward(call, inputs, shared, first, maps, rows)
+def _run(call: Call, inputs: Inputs, weights: Any, plan: Plan) -> Any:
+    rows, _ = call.forward(inputs, plan.maps, False)
+    return _run_later_forward(call, inputs, plan, rows)
 
 
-def _run_fwd(call: Call, inputs: Inputs, shared: Shared, first: Taken, maps: Maps) -> tuple[Any, Any]:
-    rows, saved = call.forward(inputs, maps, True)
-    result = _finish_forward(call, inputs, shared, first, maps, rows)
-    return result, (saved, inputs, shared, first, maps)
+def _run_fwd(call: Call, inputs: Inputs, weights: Any, plan: Plan) -> tuple[Any, Any]:
+    rows, saved = call.forward(inputs, plan.maps, True)
+    again = inputs._replace(weights=weights) if call.rounds else None
+    return _run_later_forward(call, inputs, plan, rows), (saved, again, plan)
 
 
 def _run_bwd(call: Call, residuals: Any, grad: Any) -> tuple[Any, ...]:
-    saved, inputs, shared, first, maps = residuals
+    saved, again, plan = residuals
     grad = call.prepare(grad)
-    rows, numbers, weights = call.backward(saved, grad, maps)
-    leaves, tree = jax.tree.flatten(weights)
+    found = call.backward(saved, grad, plan.maps)
+    slots, numbers, has_row = found.rows, found.numbers, plan.maps.slots.slots >= 0
+    # The bytes of quantized weights have gradients of no dtype, which no loop carries.
+    leaves, tree = jax.tree.flatten(found.weights)
     floats = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    several = _is_several(plan)
 
     def add_round(state: Any, maps: Maps) -> Any:
         slots, numbers, totals = state
+        axes = varying_axes(again.tokens)
+        inputs = again._replace(weights=jax.tree.map(lambda w: vary(w, axes), again.weights))
         _, saved = call.forward(inputs, maps, True)
         found = call.backward(saved, grad, maps)
         slots = _insert(slots, call.read_slots(found.rows, maps), maps)
@@ -163,48 +177,43 @@ def _run_bwd(call: Call, residuals: Any, grad: Any) -> tuple[Any, ...]:
         parts = jax.tree.leaves(found.weights)
         return slots, numbers, [_add(total, parts[i], maps) for i, total in zip(floats, totals, strict=True)]
 
-    slots, has_row = rows, maps.slots.slots >= 0
     if call.rounds:
-        slots = _begin(call, rows, maps, _is_several(shared, first), True)
+        slots = _begin(call, found.rows, plan, several, True)
         state = slots, numbers, [leaves[i] for i in floats]
-        slots, numbers, totals = _run_later(call, shared, first, state, add_round)
+        slots, numbers, totals = _run_later(call, plan, state, add_round)
         for i, total in zip(floats, totals, strict=True):
             leaves[i] = total
-        has_row = _has_row(call, shared)
-    dx = _sum(call, slots, rows, maps, has_row, _is_several(shared, first), inputs.tokens.dtype)
+        has_row = _has_row(call, plan)
+    dx = _sum(call, slots, found.rows, plan, has_row, several, found.rows.dtype)
     if numbers is not None:
         numbers = jnp.where(has_row, numbers, 0).reshape(-1, call.top_k)
-    return Inputs(dx, numbers, jax.tree.unflatten(tree, leaves)), None, None, None
+    return Inputs(dx, numbers, jax.tree.unflatten(tree, leaves)), None, None
 
 
 _run.defvjp(_run_fwd, _run_bwd)
 _run_jitted = jitted(_run, 0)
 
 
-def _finish_forward(
-    call: Call, inputs: Inputs, shared: Shared, first: Taken, maps: Maps, rows: jax.Array
-) -> Any:  # fmt: skip
+def _run_later_forward(call: Call, inputs: Inputs, plan: Plan, rows: jax.Array) -> Any:
     """The result, of the rows of the first round and of later rounds, for which nothing is saved."""
 
     def add_round(slots: jax.Array, maps: Maps) -> jax.Array:
         rows, _ = call.forward(inputs, maps, False)
         return _insert(slots, call.read_slots(rows, maps), maps)
 
-    several = _is_several(shared, first)
-    slots, has_row = rows, maps.slots.slots >= 0
+    several = _is_several(plan)
+    slots, has_row = rows, plan.maps.slots.slots >= 0
     if call.rounds:
-        slots = _begin(call, rows, maps, several, call.summed)
-        slots, has_row = _run_later(call, shared, first, slots, add_round), _has_row(call, shared)
+        slots = _begin(call, rows, plan, several, call.summed)
+        slots, has_row = _run_later(call, plan, slots, add_round), _has_row(call, plan)
     elif not call.summed:
-        slots = call.read_slots(rows, maps)
-    return _sum(call, slots, rows, maps, has_row, several, call.out_dtype) if call.summed else call.wrap(slots)
+        slots = call.read_slots(rows, plan.maps)
+    return _sum(call, slots, rows, plan, has_row, several, call.out_dtype) if call.summed else call.wrap(slots)
 
 
-def _run_later(
-    call: Call, shared: Shared, first: Taken, state: State, add_round: Callable[[State, Maps], State]
-) -> State:
-    """The state after all later rounds. XLA reads on the host whether there is one."""
-    sizes = call.sizes
+def _run_later(call: Call, plan: Plan, state: State, add_round: Callable[[State, Maps], State]) -> State:
+    """The state after all later rounds."""
+    sizes, shared = call.sizes, plan.shared
 
     def is_left(carry: tuple[jax.Array, State]) -> jax.Array:
         return (carry[0] < shared.counts).any()
@@ -212,37 +221,37 @@ def _run_later(
     def run_next(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
         before, state = carry
         rows = take_rows(shared.counts - before, sizes.padded, sizes.alignment)
-        return before + rows, add_round(state, map_round(sizes, shared, Taken(before, rows)))
+        return before + rows, add_round(state, _map_round(sizes, shared, Taken(before, rows)))
 
-    return lax.while_loop(is_left, run_next, (first.rows, state))[1]
-
-
-def _is_several(shared: Shared, first: Taken) -> jax.Array:
-    return (first.rows < shared.counts).any()
+    return lax.while_loop(is_left, run_next, (plan.first.rows, state))[1]
 
 
-def _has_row(call: Call, shared: Shared) -> jax.Array:
+def _is_several(plan: Plan) -> jax.Array:
+    return (plan.first.rows < plan.shared.counts).any()
+
+
+def _has_row(call: Call, plan: Plan) -> jax.Array:
     """(M,) bool: the slots that have a row of an expert, in any round."""
-    counts = jnp.take(shared.counts, lax.axis_index(call.sizes.axis_name), axis=0)
-    assert shared.inverse is not None
-    return shared.inverse < counts.sum()
+    counts = jnp.take(plan.shared.counts, lax.axis_index(call.sizes.axis_name), axis=0)
+    assert plan.shared.inverse is not None
+    return plan.shared.inverse < counts.sum()
 
 
-def _begin(call: Call, rows: jax.Array, maps: Maps, several: jax.Array, summed: bool) -> jax.Array:
+def _begin(call: Call, rows: jax.Array, plan: Plan, several: jax.Array, summed: bool) -> jax.Array:
     """A row per slot, of the first round. Sums of a call of one round read its rows in place of the slots."""
     if call.in_slots or not summed:
-        return call.read_slots(rows, maps)
+        return call.read_slots(rows, plan.maps)
 
     def read() -> jax.Array:
-        return vary(call.read_slots(rows, maps), axes)
+        return vary(call.read_slots(rows, plan.maps), axes)
 
-    axes = varying_axes(rows, maps.slots.slots)
-    shape = maps.slots.num_rows, rows.shape[1]
+    axes = varying_axes(rows, plan.maps.slots.slots)
+    shape = plan.maps.slots.num_rows, rows.shape[1]
     return lax.cond(several, read, lambda: vary(lax.empty(shape, rows.dtype), axes))
 
 
 def _sum(
-    call: Call, slots: jax.Array, rows: jax.Array, maps: Maps, has_row: jax.Array, several: jax.Array, dtype: Any
+    call: Call, slots: jax.Array, rows: jax.Array, plan: Plan, has_row: jax.Array, several: jax.Array, dtype: Any
 ) -> jax.Array:
     """(T, N) of slots, or of the rows of a single round. The same bytes: a sum of the same rows in the same order."""
 
@@ -252,8 +261,8 @@ def _sum(
     if call.in_slots:
         return of_slots()
     if not call.rounds:
-        return call.sum(rows, maps, dtype)
-    return lax.cond(several, of_slots, lambda: call.sum(rows, maps, dtype))
+        return call.sum(rows, plan.maps, dtype)
+    return lax.cond(several, of_slots, lambda: call.sum(rows, plan.maps, dtype))
 
 
 def sum_of_slots(slots: jax.Array, has_row: jax.Array, top_k: int, dtype: Any) -> jax.Array:
@@ -263,7 +272,7 @@ def sum_of_slots(slots: jax.Array, has_row: jax.Array, top_k: int, dtype: Any) -
 
 
 def _insert(slots: jax.Array, found: jax.Array, maps: Maps) -> jax.Array:
-    """The slots (M, ...), with those of a round."""
+    """The slots (M, ...), with the slots of a round from `found`."""
     mine = maps.slots.slots >= 0
     return jnp.where(mine.reshape(-1, *[1] * (slots.ndim - 1)), found, slots)
 

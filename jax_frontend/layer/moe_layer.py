@@ -126,6 +126,7 @@ def run_layer(
     op, (experts, weights, selection_bias) = "moe.apply", choice
     replicas = axis_size(op, token_axes, "token_axes")
     outside = external_routing(config.num_experts, experts, weights)
+    given = params["experts"]
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=TOGETHER)
     x_TD = x.reshape(-1, config.dim)
@@ -139,7 +140,9 @@ def run_layer(
     if config.router.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
-    y_TD, overflow = _run_experts(params["experts"], x_TD, tokens, probs_TK, counts, config, recipe, axis_name, parts)
+    y_TD, overflow = _run_experts(
+        params["experts"], given, x_TD, tokens, probs_TK, counts, config, recipe, axis_name, parts
+    )
     if config.router.prob_in == "input":
         y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
     if config.shared is not None:
@@ -198,25 +201,28 @@ def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoECo
 
 
 def _run_experts(
-    experts: Params, x_TD: jax.Array, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array, config: MoEConfig,
-    recipe: Recipe, axis_name: Axes | None, parts: tuple[str, ...],
+    experts: Params, given: Params, x_TD: jax.Array, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array,
+    config: MoEConfig, recipe: Recipe, axis_name: Axes | None, parts: tuple[str, ...],
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """y (T, D), or a row per slot of prob_in="input", and () int32, rows of this rank that did not fit."""
+    """y (T, D), or a row per slot of prob_in="input", and () int32, rows of this rank that did not fit. given: the
+    experts, as `run_rounds` takes them."""
     factor, prob_in = config.capacity_factor, config.router.prob_in
     dropped: OnOverflow = "drop" if config.on_overflow == "drop" else "nan"
     several = axis_name is not None and axis_size("moe.apply", axis_name) > 1
     if config.rounds:  # One rank has all rows already.
         factor = (CAPACITY_FACTOR if factor is None else factor) if several else None
     if axis_name is not None and several and config.transport == "peer_memory":
-        weights = experts["w1"], experts["w3"], experts["w2"]
+        weights, as_given = ((e["w1"], e["w3"], e["w2"]) for e in (experts, given))
         if not parts and takes(recipe, x_TD, weights, prob_in == "swiglu", config.bias):
             activation, rounds = config.activation, config.rounds
             return exchange_ffn(
-                tokens, probs_TK, counts, weights, recipe, activation, axis_name, factor, dropped, rounds
+                tokens, probs_TK, counts, weights, as_given, recipe, activation, axis_name, factor, dropped, rounds
             )
         if factor is not None and config.rounds:
             of_rank = RankExperts(config, parts)
-            y_TD = run_peers(tokens, probs_TK, counts, experts, of_rank, recipe, axis_name, factor, prob_in, x_TD.dtype)
+            y_TD = run_peers(
+                tokens, probs_TK, counts, experts, given, of_rank, recipe, axis_name, factor, prob_in, x_TD.dtype
+            )
             return y_TD, jnp.zeros((), jnp.int32)
     options = {"deduplicate": config.deduplicate, "transport": config.transport, "on_overflow": dropped}
     groups, _, route = dispatch(tokens, counts, recipe=recipe, axis_name=axis_name, capacity_factor=factor, **options)

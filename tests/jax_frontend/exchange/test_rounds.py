@@ -110,6 +110,26 @@ def test_no_row_is_lost(ranks: int, recipe: str, prob_in: Any, bias: bool) -> No
                     assert sqnr_db(other, one) > SPLIT_SQNR, (routing, name, e)
 
 
+def test_a_scan_of_layers_saves_no_copy_of_the_weights() -> None:
+    """The backward of later rounds reads the argument of the scan."""
+    config = MoEConfig(DIM, HIDDEN, LOCAL * 2, RouterConfig(TOP_K), transport="peer_memory")
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh_of((2,), ("expert",)))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        y, _ = jax.lax.scan(lambda x, params: (x + layer(params, x)[0], None), x, params)
+        return y.astype(jnp.float32).sum()
+
+    params = jax.eval_shape(lambda: moe.init(jax.random.key(0), config, jnp.bfloat16))
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct((3, *p.shape), p.dtype), params)
+    x = jax.ShapeDtypeStruct((2 * TOKENS, DIM), jnp.bfloat16)
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr
+    forward, _ = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    saved = [(*out.aval.shape, str(out.aval.dtype)) for out in forward.outvars]  # type: ignore[attr-defined]
+    experts = [(*w.shape, str(w.dtype)) for w in params["experts"].values()]
+    assert not set(saved) & set(experts), saved
+    assert (3, 2 * TOKENS, DIM, "bfloat16") in saved
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "frozen", "tensor"])
 def test_other_weights(kind: str) -> None:
