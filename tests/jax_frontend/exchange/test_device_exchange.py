@@ -64,7 +64,12 @@ def loss(params: Any, x: jax.Array, layer: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "factor", "on_overflow", "again"),
-    [(2, None, "nan", False), (4, FACTOR, "rounds", True), (2, FACTOR, "nan", False), (2, FACTOR, "drop", False)],
+    [
+        pytest.param(2, None, "nan", False, marks=pytest.mark.slow),
+        (4, FACTOR, "rounds", True),
+        (2, FACTOR, "nan", False),
+        (2, FACTOR, "drop", False),
+    ],
 )
 def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_overflow: Any, again: bool) -> None:
     """y, statistics and all gradients; a capacity below the mean has several rounds, or loses some rows."""
@@ -114,7 +119,7 @@ def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -
         same_bytes(got, want)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[bool], kind: AxisType) -> None:
     """On a mesh of automatic and of explicit axes, in several rounds; x has the type that its layer returns."""
     config, results, tokens = config_of(2, capacity_factor=FACTOR), [], P(("data", "expert"))
