@@ -5,7 +5,8 @@
 
 The ranks exchange their counts and, of tokens, the orders of their replicas: 4 bytes a row. Every rank then knows the
 rows of its groups, and the positions of its own rows in the groups of all ranks. The groups have the rows of rank 0,
-1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows.
+1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows. rounds.py has maps of several
+exchanges of a call, each of the rows that it takes.
 """
 
 import dataclasses
