@@ -3,7 +3,7 @@
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
     the same with a capacity        of 1.25 times the mean rows; for balanced rows, none of which it drops
     a token once to each rank       deduplicate="dispatch" and "both"
-    with and without a capacity     transport="peer_memory"
+    with and without a capacity     transport="peer_memory", in one round
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -34,8 +34,8 @@ HOWS: dict[str, dict[str, Any]] = {
     "jit, capacity": {"capacity_factor": 1.25},
     "jit, deduplicate dispatch": {"deduplicate": "dispatch"},
     "jit, deduplicate both": {"deduplicate": "both"},
-    "jit, peer memory": {"transport": "peer_memory"},
-    "jit, peer memory, capacity": {"transport": "peer_memory", "capacity_factor": 1.25},
+    "jit, peer memory": {"transport": "peer_memory", "on_overflow": "nan"},
+    "jit, peer memory, capacity": {"transport": "peer_memory", "capacity_factor": 1.25, "on_overflow": "nan"},
 }
 """Fields of MoEConfig."""
 WAYS = {

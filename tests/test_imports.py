@@ -258,7 +258,7 @@ ONLY_JAX: dict[str, set[str]] = {
     "ops": {"derivatives", "mesh", "mx_array", "remat", "shapes", "split", "triton"},
     "products": {"gathers", "ragged_dot"},
     "routing": {"overflow"},
-    "exchange": {"device_exchange", "local", "peer_exchange", "peer_memory", "rows"},
+    "exchange": {"device_exchange", "local", "peer_exchange", "peer_experts", "peer_memory", "rounds", "rows"},
     "layer": {"moe_layer", "moe_params", "shared_gate"},
     "integrations": {"nnx", "nnx_linear"},
 }

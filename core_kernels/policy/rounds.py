@@ -15,6 +15,9 @@ import numpy as np
 
 from ..oracle_math import Array
 
+CAPACITY_FACTOR = 1.25
+"""The capacity of a rank with rounds, relative to its mean rows, unless the caller states another."""
+
 
 class Round(NamedTuple):
     """One round.

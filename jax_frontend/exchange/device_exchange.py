@@ -30,14 +30,14 @@ from ...core_kernels.swiglu.activation import SwiGLU
 from .. import ops
 from ..ops import device
 from ..ops.call import aval, vary, varying_axes
-from ..ops.mesh import Axes, axis_size
+from ..ops.mesh import Axes
 from ..products.gathers import HERE
 from ..products.weights import format_of
 from ..routing.overflow import nan_gradients, nan_values
-from ..routing.weighted_combine import sum_slots
 from .all_to_all import TokenReplicas, lost_of
-from .peer_exchange import map_peers, share_capacity
+from .peer_exchange import PeerSizes, share
 from .peer_memory import TARGETS, _check_processes, _place, all_ranks
+from .rounds import Gradients, Inputs, Maps, plan_rounds, run_rounds, sum_of_slots
 
 HOPPER = "sm_90"
 KEPT = "x_q", "x_sf", "gate", "up"
@@ -98,55 +98,70 @@ def runs_here() -> bool:
 
 
 def exchange_ffn(
-    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...], recipe: Recipe,
-    activation: SwiGLU, axis_name: Axes, capacity_factor: float | None, on_overflow: OnOverflow,
+    tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...],
+    given: tuple[jax.Array, ...], recipe: Recipe, activation: SwiGLU, axis_name: Axes, capacity_factor: float | None,
+    on_overflow: OnOverflow, rounds: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit."""
-    op, x, top_k = "moe.apply", tokens.x, tokens.top_k
-    num_rows = x.shape[0] * top_k
-    capacity, whole = share_capacity(axis_name, tokens, counts.shape[0], capacity_factor)
-    row_map, maps = map_peers(tokens, counts, axis_name, num_rows, capacity, recipe.alignment)
-    lost = lost_of(tokens, counts, row_map.inverse, whole, on_overflow)
+    """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit: none with rounds. given:
+    the weights, as `run_rounds` takes them."""
+    op, x = "moe.apply", tokens.x
+    sizes = PeerSizes.of(axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
+    several = rounds and not sizes.holds_all
+    plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
+    maps = plan.maps
+    lost = None if rounds else lost_of(tokens, counts, maps.row_map.inverse, sizes.holds_all, on_overflow)
     x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)
     groups, hidden, dim = weights[0].shape
-    sizes = Sizes(
-        0, axis_size(op, axis_name), groups, maps.order.shape[0], dim, hidden, top_k, "bfloat16", int(recipe.rounding),
+    of_program = Sizes(
+        0, sizes.ranks, groups, sizes.padded, dim, hidden, tokens.top_k, "bfloat16", int(recipe.rounding),
         tuple(activation.attributes),
     )  # fmt: skip
-    axes = varying_axes(x, probs, *weights, maps.order)
-    given = [vary(a, axes) for a in (x, probs, *weights, maps.order, maps.slots, row_map.group_ends)]
-    y: Any = _ffn(*given, Static(axis_name, sizes, num_rows, True))
-    return nan_values(op, y, lost), maps.overflow
+    call = DeviceCall(sizes, several, Static(axis_name, of_program, sizes.num_rows, True))
+    y = run_rounds(call, Inputs(x, probs, weights), given, plan)
+    overflow = jnp.zeros_like(maps.slots.overflow) if rounds else maps.slots.overflow
+    return nan_values(op, y, lost), overflow
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _ffn(x, probs, w1, w3, w2, order, slots, group_ends, static: Static):
-    return _ffn_fwd(x, probs, w1, w3, w2, order, slots, group_ends, static)[0]
+class DeviceCall(NamedTuple):
+    """A `Call` whose rounds are programs. Its rows are rows per slot: a program sends them to their ranks."""
 
+    sizes: PeerSizes
+    rounds: bool
+    static: Static
+    in_slots: bool = True
+    summed: bool = True
+    out_dtype: str = "bfloat16"
 
-def _ffn_fwd(x, probs, w1, w3, w2, order, slots, group_ends, static: Static):
-    prob = jnp.where(order >= 0, all_ranks(probs.reshape(-1), static.across)[order], 0)
-    rows, _, *kept = _run(static, x, order, slots, (group_ends, prob, w1, w3, w2))
-    return _sum(rows, slots, static), (order, slots, group_ends, prob, kept)
+    @property
+    def top_k(self) -> int:
+        return self.static.sizes.top_k
 
+    def forward(self, inputs: Inputs, maps: Maps, save: bool) -> tuple[jax.Array, Any]:
+        (x, probs, weights), ends = inputs, maps.row_map.group_ends
+        order, slots = maps.slots.order, maps.slots.slots
+        assert probs is not None
+        prob = jnp.where(order >= 0, all_ranks(probs.reshape(-1), self.static.across)[order], 0)
+        rows, _, *kept = _run(self.static, x, order, slots, (ends, prob, *weights))
+        return rows, (prob, *kept) if save else None
 
-def _ffn_bwd(static: Static, residuals, dy):
-    order, slots, group_ends, prob, kept = residuals
-    x_q, x_sf, gate, up, *transposed = kept
-    static = static._replace(forward=False)
-    given = group_ends, x_q, x_sf, gate, up, prob, *transposed
-    rows, numbers, dw1, dw3, dw2 = _run(static, dy.astype(jnp.bfloat16), order, slots, given)
-    dprobs = jnp.where(slots >= 0, numbers, 0).reshape(-1, static.sizes.top_k)
-    return _sum(rows, slots, static), dprobs, dw1, dw3, dw2, None, None, None
+    def wrap(self, slots: jax.Array) -> jax.Array:
+        return slots
 
+    def prepare(self, grad: jax.Array) -> jax.Array:
+        return grad.astype(jnp.bfloat16)
 
-_ffn.defvjp(_ffn_fwd, _ffn_bwd)
+    def backward(self, saved: Any, grad: jax.Array, maps: Maps) -> Gradients:
+        prob, x_q, x_sf, gate, up, *transposed = saved
+        given = maps.row_map.group_ends, x_q, x_sf, gate, up, prob, *transposed
+        static = self.static._replace(forward=False)
+        rows, numbers, *weights = _run(static, grad, maps.slots.order, maps.slots.slots, given)
+        return Gradients(rows, numbers, tuple(weights))
 
+    def read_slots(self, rows: jax.Array, maps: Maps) -> jax.Array:
+        return rows
 
-def _sum(rows: jax.Array, slots: jax.Array, static: Static) -> jax.Array:
-    """(T, D): the fp32 sum of the slots of each token, without the slots of lost rows, rounded once."""
-    own = jnp.where(slots >= 0, jnp.arange(slots.shape[0], dtype=jnp.int32), -1)
-    return sum_slots(rows, own.reshape(-1, static.sizes.top_k))
+    def sum(self, rows: jax.Array, maps: Maps, dtype: Any) -> jax.Array:
+        return sum_of_slots(rows, maps.slots.slots >= 0, self.top_k, dtype)
 
 
 def _run(static: Static, x: jax.Array, order: jax.Array, slots: jax.Array, given: tuple[jax.Array, ...]):

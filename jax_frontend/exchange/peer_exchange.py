@@ -5,11 +5,12 @@
 
 The ranks exchange their counts and, of tokens, the orders of their replicas: 4 bytes a row. Every rank then knows the
 rows of its groups, and the positions of its own rows in the groups of all ranks. The groups have the rows of rank 0,
-1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows.
+1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows. rounds.py has maps of several
+exchanges of a call, each of the rows that it takes.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,10 +41,11 @@ class PeerMemory:
     on_overflow: OnOverflow
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
-        x, top_k, num_rows = parts_of(rows)
-        capacity, whole = share_capacity(self.axis_name, rows, counts.shape[0], self.capacity_factor)
-        row_map, maps = map_peers(rows, counts, self.axis_name, num_rows, capacity, recipe.alignment)
-        lost = lost_of(rows, counts, row_map.inverse, whole, self.on_overflow)
+        x, top_k, _ = parts_of(rows)
+        sizes = PeerSizes.of(self.axis_name, rows, counts.shape[0], self.capacity_factor, recipe.alignment)
+        shared = share(rows, counts, sizes)
+        row_map, maps = map_peers(shared, Taken(jnp.zeros_like(shared.counts), fitting_rows(shared, sizes)), sizes)
+        lost = lost_of(rows, counts, row_map.inverse, sizes.holds_all, self.on_overflow)
         route = Route(row_map, maps, self, recipe, top_k, lost)
         return read_groups(nan_gradients("dispatch", x, lost), route, Peers(self.axis_name)), route
 
@@ -60,63 +62,111 @@ class PeerMemory:
         return sum_groups(rows, route, here, here, probs, out_dtype, HERE)
 
 
-def share_capacity(axis_name: Axes, rows: Any, experts: int, capacity_factor: float | None) -> tuple[int, bool]:
-    """The rows of a rank, and whether all rows of all ranks fit."""
-    ranks, (_, _, num_rows) = axis_size("dispatch", axis_name), parts_of(rows)
-    most = ranks * most_rows(rows, experts // ranks)
-    capacity = capacity_of("dispatch", capacity_factor, num_rows, 1, most)
-    return capacity, capacity == ranks * num_rows
+class PeerSizes(NamedTuple):
+    """Static sizes of an exchange. num_rows: of the tokens of a rank. capacity: the most rows of a rank; with the
+    padding of their groups `padded`."""
+
+    axis_name: Axes
+    ranks: int
+    num_rows: int
+    capacity: int
+    padded: int
+    alignment: int
+
+    @classmethod
+    def of(cls, axis_name: Axes, rows: Any, experts: int, capacity_factor: float | None, alignment: int) -> "PeerSizes":
+        """Raises ValueError if all ranks together have 2^31 padded rows."""
+        op, (_, _, num_rows) = "dispatch", parts_of(rows)
+        ranks = axis_size(op, axis_name)
+        local = experts // ranks
+        capacity = capacity_of(op, capacity_factor, num_rows, 1, ranks * most_rows(rows, local))
+        padded = padded_rows(capacity, local, alignment)
+        if ranks * max(padded, num_rows) >= 2**31:
+            got = f"{ranks} ranks with {padded} padded rows"
+            fail(ValueError, op, "capacity_factor", got, "allowed: fewer than 2^31 padded rows on all ranks")
+        return cls(axis_name, ranks, num_rows, capacity, padded, alignment)
+
+    @property
+    def holds_all(self) -> bool:
+        """Whether all rows of all ranks fit on one."""
+        return self.capacity == self.ranks * self.num_rows
 
 
-def map_peers(
-    rows: Any, counts: jax.Array, axis_name: Axes, num_rows: int, capacity: int, alignment: int
-) -> tuple[RowMap, SlotMaps]:
-    """The maps of one dispatch, in numbers across ranks: row_map (P,) of sorted rows, inverse (M,) of padded rows.
-    capacity: rows of a rank.
+class Shared(NamedTuple):
+    """What the ranks tell each other; int32, no gradient.
 
-    Raises ValueError if all ranks together have 2^31 padded rows."""
-    op = "dispatch"
-    ranks, rank, experts = axis_size(op, axis_name), lax.axis_index(axis_name), counts.shape[0]
-    local = experts // ranks
-    padded = padded_rows(capacity, local, alignment)
-    if ranks * max(padded, num_rows) >= 2**31:
-        got = f"{ranks} ranks with {padded} padded rows"
-        fail(ValueError, op, "capacity_factor", got, "allowed: fewer than 2^31 padded rows on all ranks")
-    # Wrong counts are clipped: inside jit nothing checks them, and a row must be in its rank's memory.
+    counts (ranks, E): rows of each rank for each expert. order (ranks M + 1,): of the sorted rows of all ranks the slot
+    across ranks, and -1; inverse (M,): the sorted row of each slot of this rank. Both are None for rows.
+    """
+
+    counts: jax.Array
+    order: jax.Array | None
+    inverse: jax.Array | None
+
+
+class Taken(NamedTuple):
+    """The rows of one exchange, (ranks, E) int32 each, as `Shared.counts`. before: rows of exchanges before it. rows:
+    rows of this one, which follow them."""
+
+    before: jax.Array
+    rows: jax.Array
+
+
+def share(rows: Any, counts: jax.Array, sizes: PeerSizes) -> Shared:
+    """The only collectives of an exchange, 4 bytes a row. Wrong counts are clipped: inside jit nothing checks them, and
+    a row must be in its rank's memory."""
+    num_rows, axis_name = sizes.num_rows, sizes.axis_name
     ends = jnp.minimum(jnp.cumsum(jnp.clip(counts.astype(jnp.int32), 0, num_rows)), num_rows)
-    counts = jnp.diff(ends, prepend=0)
-    table = all_ranks(counts[None], axis_name)
+    table = all_ranks(jnp.diff(ends, prepend=0)[None], axis_name)
+    if not isinstance(rows, TokenReplicas):
+        return Shared(table, None, None)
+    # A slot beyond the rows of its rank is the row of another; row -1 is the appended -1.
+    first = lax.axis_index(axis_name) * num_rows
+    own = jnp.where((rows.order >= 0) & (rows.order < num_rows), rows.order + first, -1)
+    return Shared(table, jnp.append(all_ranks(own, axis_name), -1), rows.inverse)
 
-    # Of rank `owner` and its expert `local`: the rows that each source has for it, and those that fit.
-    sent = table.T.reshape(ranks, local * ranks)
-    fitting = jnp.diff(jnp.minimum(jnp.cumsum(sent, 1), capacity), axis=1, prepend=0).reshape(ranks, local, ranks)
-    sizes = jnp.maximum(-(-fitting.sum(2) // alignment), 1) * alignment
-    group_ends = jnp.cumsum(sizes, 1)
-    first = (group_ends - sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting
+
+def fitting_rows(shared: Shared, sizes: PeerSizes) -> jax.Array:
+    """The rows that fit the capacity, (ranks, E): of each rank's experts the first rows, of rank 0, 1, ... in each."""
+    of_owners = shared.counts.T.reshape(sizes.ranks, -1)
+    fitting = jnp.diff(jnp.minimum(jnp.cumsum(of_owners, 1), sizes.capacity), axis=1, prepend=0)
+    return fitting.reshape(-1, sizes.ranks).T
+
+
+def map_peers(shared: Shared, taken: Taken, sizes: PeerSizes) -> tuple[RowMap, SlotMaps]:
+    """The maps of one exchange, in numbers across ranks: row_map (P,) of sorted rows, inverse (M,) of padded rows."""
+    table, ranks, num_rows = shared.counts, sizes.ranks, sizes.num_rows
+    rank, experts = lax.axis_index(sizes.axis_name), table.shape[1]
+    local = experts // ranks
+
+    # Of rank `owner` and its expert `local`: the rows of each source.
+    fitting = taken.rows.T.reshape(ranks, local, ranks)
+    group_sizes = jnp.maximum(-(-fitting.sum(2) // sizes.alignment), 1) * sizes.alignment
+    group_ends = jnp.cumsum(group_sizes, 1)
+    first = (group_ends - group_sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting
 
     # The positions of this rank's rows. Comparisons and sums as in `plan_exchange`.
-    row = jnp.arange(num_rows, dtype=jnp.int32)
+    counts, begin, own = (jnp.take(x, rank, axis=0) for x in (table, taken.before, taken.rows))
+    ends, row = jnp.cumsum(counts), jnp.arange(num_rows, dtype=jnp.int32)
     expert = jnp.minimum((row[:, None] >= ends).sum(1, dtype=jnp.int32), experts - 1)
-    position = row - (ends - counts)[expert]
-    own_first, own_fitting = (jnp.take(x, rank, axis=2).reshape(-1) for x in (first, fitting))
-    inverse = expert // local * padded + own_first[expert] + position
-    inverse = jnp.where(position < own_fitting[expert], inverse, -1)
+    position = row - (ends - counts + begin)[expert]
+    own_first = jnp.take(first, rank, axis=2).reshape(-1)
+    inverse = expert // local * sizes.padded + own_first[expert] + position
+    inverse = jnp.where((position >= 0) & (position < own[expert]), inverse, -1)
 
     # The sources of this rank's padded rows: the last part that starts at or before a row has it, or nobody.
-    position, starts = jnp.arange(padded, dtype=jnp.int32), jnp.take(first, rank, axis=0).reshape(-1)
+    position, starts = jnp.arange(sizes.padded, dtype=jnp.int32), jnp.take(first, rank, axis=0).reshape(-1)
     part = (position[:, None] >= starts).sum(1, dtype=jnp.int32) - 1
     position -= starts[part]
     source = part % ranks
-    before = (jnp.cumsum(table, 1) - table)[source, rank * local + part // ranks]
+    before = (jnp.cumsum(table, 1) - table + taken.before)[source, rank * local + part // ranks]
     found = position < jnp.take(fitting, rank, axis=0).reshape(-1)[part]
     row_map = jnp.where(found, source * num_rows + before + position, -1)
 
     order, slots = row_map, inverse
-    if isinstance(rows, TokenReplicas):
-        # A slot beyond the rows of its rank is the row of another; row -1 is the appended -1.
-        own = jnp.where((rows.order >= 0) & (rows.order < num_rows), rows.order + rank * num_rows, -1)
-        order, slots = jnp.append(all_ranks(own, axis_name), -1)[row_map], inverse[rows.inverse]
-    own_sizes, own_ends = (jnp.take(x, rank, axis=0) for x in (sizes, group_ends))
+    if shared.order is not None and shared.inverse is not None:
+        order, slots = shared.order[row_map], inverse[shared.inverse]
+    own_sizes, own_ends = (jnp.take(x, rank, axis=0) for x in (group_sizes, group_ends))
     maps = RowMap(*(x.astype(jnp.int32) for x in (row_map, inverse, own_sizes, own_ends)))
-    overflow = (counts - own_fitting).sum().astype(jnp.int32)
+    overflow = (counts - begin - own).sum().astype(jnp.int32)
     return maps, SlotMaps(order.astype(jnp.int32), slots.astype(jnp.int32), overflow)

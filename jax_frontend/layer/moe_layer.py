@@ -22,14 +22,18 @@ import numpy as np
 
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.policy.metrics import MoEMetrics, describe
+from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.prob_in import ProbIn
 from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.rounds import CAPACITY_FACTOR
 from ...core_kernels.policy.router import RouterConfig, SharedExpert
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.combine import combine
 from ..exchange.device_exchange import exchange_ffn, takes
 from ..exchange.dispatch import dispatch, dispatch_probs
+from ..exchange.peer_experts import run as run_peers
 from ..exchange.route import Route
+from ..ops import RowMap
 from ..ops.call import vary, varying_axes
 from ..ops.derivatives import reverse_only
 from ..ops.mesh import Axes, axis_names, axis_size
@@ -65,8 +69,8 @@ class MoEStats(NamedTuple):
         counts: (E,) int32, rows of each expert.
         aux_loss: fp32 scalar, E * sum_e(fraction of rows to e * mean probability of e), 1 when balanced (Switch
             Transformer, equation 4). 0 if the caller chose the experts.
-        overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity. Their tokens are NaN in y,
-            unless `MoEConfig.on_overflow` is "drop".
+        overflow: int32 scalar, rows that did not fit the capacity; 0 without a capacity and with rounds. Their tokens
+            are NaN in y, unless `MoEConfig.on_overflow` is "drop".
 
     Example:
         >>> config = MoEConfig(32, 64, num_experts=2, router=RouterConfig(top_k=1))
@@ -122,6 +126,7 @@ def run_layer(
     op, (experts, weights, selection_bias) = "moe.apply", choice
     replicas = axis_size(op, token_axes, "token_axes")
     outside = external_routing(config.num_experts, experts, weights)
+    given = params["experts"]
     params, outside = reverse_only(op, (params, outside), rows="x (..., D) with any leading dims")
     x = reverse_only(op, x, rows="x (..., D) with any leading dims", together=TOGETHER)
     x_TD = x.reshape(-1, config.dim)
@@ -135,19 +140,9 @@ def run_layer(
     if config.router.prob_in == "input":
         tokens = TokenReplicas(weigh_slots(x_TD, probs_TK), order, inverse, 1)
     recipe = recipe_of(op, config.recipe)
-    ranks = {"axis_name": axis_name, "capacity_factor": config.capacity_factor, "deduplicate": config.deduplicate}
-    ranks |= {"transport": config.transport, "on_overflow": config.on_overflow}
-    driven = None
-    if config.transport == "peer_memory" and axis_name is not None and axis_size(op, axis_name) > 1 and not parts:
-        driven = _driven_by_the_device(params["experts"], x_TD, tokens, probs_TK, counts, config, recipe, axis_name)
-    if driven is not None:
-        y_TD, overflow = driven
-    else:
-        groups, _, route = dispatch(tokens, counts, recipe=recipe, **ranks)
-        inside = dispatch_probs(probs_TK, route) if config.router.prob_in == "swiglu" else None
-        out = _experts(params["experts"], groups, route, inside, config, parts)
-        y_TD = combine(out, route, probs_TK if config.router.prob_in == "combine" else None, out_dtype=x_TD.dtype)
-        overflow = route.overflow
+    y_TD, overflow = _run_experts(
+        params["experts"], given, x_TD, tokens, probs_TK, counts, config, recipe, axis_name, parts
+    )
     if config.router.prob_in == "input":
         y_TD = sum_of_slots(y_TD, experts_TK.shape[1], x_TD.dtype)
     if config.shared is not None:
@@ -205,40 +200,60 @@ def _shared(params: Params, x_TD: jax.Array, shared: SharedExpert, config: MoECo
     return apply_gate(x_of_gate, params["shared_gate"], out)
 
 
-def _driven_by_the_device(
-    experts: Params, x_TD: jax.Array, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array, config: MoEConfig,
-    recipe: Recipe, axis_name: Axes,
-) -> tuple[jax.Array, jax.Array] | None:  # fmt: skip
-    """y (T, D) and the rows that did not fit; None where another exchange has to run."""
-    weights, inside = (experts["w1"], experts["w3"], experts["w2"]), config.router.prob_in == "swiglu"
-    if not takes(recipe, x_TD, weights, inside, config.bias):
-        return None
-    return exchange_ffn(
-        tokens, probs_TK, counts, weights, recipe, config.activation, axis_name, config.capacity_factor,
-        config.on_overflow,
-    )  # fmt: skip
+def _run_experts(
+    experts: Params, given: Params, x_TD: jax.Array, tokens: TokenReplicas, probs_TK: jax.Array, counts: jax.Array,
+    config: MoEConfig, recipe: Recipe, axis_name: Axes | None, parts: tuple[str, ...],
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """y (T, D), or a row per slot of prob_in="input", and () int32, rows of this rank that did not fit. given: the
+    experts, as `run_rounds` takes them."""
+    factor, prob_in = config.capacity_factor, config.router.prob_in
+    dropped: OnOverflow = "drop" if config.on_overflow == "drop" else "nan"
+    several = axis_name is not None and axis_size("moe.apply", axis_name) > 1
+    if config.rounds:  # One rank has all rows already.
+        factor = (CAPACITY_FACTOR if factor is None else factor) if several else None
+    if axis_name is not None and several and config.transport == "peer_memory":
+        weights, as_given = ((e["w1"], e["w3"], e["w2"]) for e in (experts, given))
+        if not parts and takes(recipe, x_TD, weights, prob_in == "swiglu", config.bias):
+            activation, rounds = config.activation, config.rounds
+            return exchange_ffn(
+                tokens, probs_TK, counts, weights, as_given, recipe, activation, axis_name, factor, dropped, rounds
+            )
+        if factor is not None and config.rounds:
+            of_rank = RankExperts(config, parts)
+            y_TD = run_peers(
+                tokens, probs_TK, counts, experts, given, of_rank, recipe, axis_name, factor, prob_in, x_TD.dtype
+            )
+            return y_TD, jnp.zeros((), jnp.int32)
+    options = {"deduplicate": config.deduplicate, "transport": config.transport, "on_overflow": dropped}
+    groups, _, route = dispatch(tokens, counts, recipe=recipe, axis_name=axis_name, capacity_factor=factor, **options)
+    inside = dispatch_probs(probs_TK, route) if prob_in == "swiglu" else None
+    out = RankExperts(config, parts)(experts, groups, route, inside)
+    y_TD = combine(out, route, probs_TK if prob_in == "combine" else None, out_dtype=x_TD.dtype)
+    return y_TD, route.overflow
 
 
-def _experts(
-    experts: Params,
-    groups: jax.Array | MXArray,
-    route: Route,
-    prob_P: jax.Array | None,
-    config: MoEConfig,
-    parts: tuple[str, ...],
-) -> jax.Array | MXGradArray:
-    axes, recipe = varying_axes(*jax.tree.leaves(groups)), recipe_of("moe.apply", config.recipe)
-    w1, w3, w2 = _local(experts, axes)
-    biases = None
-    if config.bias:
-        b1, b3, b2 = (vary(experts[name], axes) for name in ("b1", "b3", "b2"))
-        if parts:  # The first of the ranks whose outputs are summed adds it.
-            b2 = jnp.where(jax.lax.axis_index(parts) == 0, b2, 0)
-        biases = Biases(b1, b3, b2)
-    # The groups are padded already.
-    options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
-    # `combine` and its gradient read no row past the last end.
-    return _swiglu_ffn(groups, w1, w3, w2, route, prob_P, biases=biases, clear_rest=False, **options)
+class RankExperts(NamedTuple):
+    """The experts of a rank, static. parts: the mesh axes that split dim F."""
+
+    config: MoEConfig
+    parts: tuple[str, ...]
+
+    def __call__(
+        self, experts: Params, groups: jax.Array | MXArray, route: Route | RowMap, prob_P: jax.Array | None
+    ) -> jax.Array | MXGradArray:
+        config, parts = self
+        axes, recipe = varying_axes(*jax.tree.leaves(groups)), recipe_of("moe.apply", config.recipe)
+        w1, w3, w2 = _local(experts, axes)
+        biases = None
+        if config.bias:
+            b1, b3, b2 = (vary(experts[name], axes) for name in ("b1", "b3", "b2"))
+            if parts:  # The first of the ranks whose outputs are summed adds it.
+                b2 = jnp.where(jax.lax.axis_index(parts) == 0, b2, 0)
+            biases = Biases(b1, b3, b2)
+        # The groups are padded already.
+        options = {"recipe": recipe, "mx_grad": recipe.mx, "pad_token_groups": False, "activation": config.activation}
+        # `combine` and its gradient read no row past the last end.
+        return _swiglu_ffn(groups, w1, w3, w2, route, prob_P, biases=biases, clear_rest=False, **options)
 
 
 def _local(experts: Params, axes: tuple[str, ...]) -> tuple[Weights, Weights, Weights]:

@@ -8,16 +8,16 @@ E experts   D dim   F hidden_dim   S hidden_dim of the shared expert
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ...core_kernels.formats import BLOCK
-from ...core_kernels.launch import fail
+from ...core_kernels.launch import fail, require_choice
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
-from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
+from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -47,14 +47,21 @@ class MoEConfig:
         recipe: A Recipe or its name: "mxfp8", "mxfp8_wgrad_with_hp", "fp8_rowwise", "fp8_blockwise" or "bf16".
         bias: Add b1, b3 (E, F) and b2 (E, D) to the three products of the experts. The shared expert has no bias.
         activation: A `SwiGLU`, of the experts and of the shared expert.
-        capacity_factor: The most rows of a rank, relative to the T * top_k that it receives of balanced routing, as in
-            `dispatch`. None drops no row.
+        capacity_factor: The capacity of a rank, relative to the T * top_k rows that it receives of balanced routing, as
+            in `dispatch`. None is 1.25 with on_overflow="rounds", else the worst case, which holds all rows.
         deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
             `dispatch`. With prob_in="input", where a row is one replica, None alone.
         transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
             deduplicate=None.
-        on_overflow: The effect of a dropped row on its token. "nan": y and the gradient of x are NaN there, so that the
-            loss shows it, and `MoEStats.overflow` counts the rows. "drop": the row is left out of the token's sum.
+        on_overflow: What rows beyond the capacity become. "rounds", with "peer_memory": rows of another round of the
+            call, so that none is dropped. "nan": y and the gradient of x are NaN at their tokens, so that the loss
+            shows it, and `MoEStats.overflow` counts the rows. "drop": such a row is left out of its token's sum. None
+            is "rounds" with "peer_memory", else "nan".
+
+    A round takes whole experts, in their order, while they fit. An expert is split if a round of its own is too short
+    for its rows. y and the gradients of x and of the router have the bytes of one round, and so have the weight
+    gradients of an expert that is not split. A split expert's are a sum over its rounds, in the dtype of the weights.
+    Only the first round saves its state: the backward repeats the forward of the others.
 
     Raises:
         ValueError: For sizes and names that are not allowed.
@@ -77,7 +84,7 @@ class MoEConfig:
     capacity_factor: float | None = None
     deduplicate: Deduplicate = None
     transport: Transport = "all_to_all"
-    on_overflow: OnOverflow = "nan"
+    on_overflow: Literal["rounds", "nan", "drop"] | None = None
 
     def __post_init__(self) -> None:
         op = "MoEConfig"
@@ -99,10 +106,19 @@ class MoEConfig:
         if self.deduplicate is not None and self.transport == "peer_memory":
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport='peer_memory'")
         check_capacity_factor(op, self.capacity_factor)
-        check_on_overflow(op, self.on_overflow)
+        if self.on_overflow is not None:
+            require_choice(op, "on_overflow", self.on_overflow, ("rounds", *get_args(OnOverflow)))
+        if self.on_overflow == "rounds" and self.transport != "peer_memory":
+            allowed = f"allowed: 'nan', 'drop' or None with transport={self.transport!r}"
+            fail(ValueError, op, "on_overflow", "'rounds'", allowed)
         check_type(op, "bias", self.bias, bool)
         SwiGLU.check(op, self.activation)
         object.__setattr__(self, "recipe", recipe_of(op, self.recipe))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a call with rows beyond the capacity has several rounds."""
+        return self.transport == "peer_memory" and self.on_overflow in (None, "rounds")
 
     @property
     def has_gate(self) -> bool:

@@ -69,8 +69,8 @@ JAX = (
           "jax_frontend/routing/test_overflow.py -k weight_of"),
     Fault("the row that fills the capacity is dropped", "jax_frontend/exchange/all_to_all.py:lay_out",
           Swap("capacity", "(capacity - 1)", 3), "jax_frontend/exchange/test_ep.py -k 'rows_arrive and 3'"),
-    Fault("every rank of a tensor axis adds the bias", "jax_frontend/layer/moe_layer.py:_experts", Swap("==", ">="),
-          "jax_frontend/layer/test_sharded.py -k tensor_parallel_experts"),
+    Fault("every rank of a tensor axis adds the bias", "jax_frontend/layer/moe_layer.py:RankExperts.__call__",
+          Swap("==", ">="), "jax_frontend/layer/test_sharded.py -k tensor_parallel_experts"),
     Fault("interleaved gate and up are packed as halves", "jax_frontend/integrations/layouts.py:_joined",
           Swap("2", "1"), "frontends/test_expert_blocks.py -k inverse_of"),
 )  # fmt: skip

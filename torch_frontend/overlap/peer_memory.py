@@ -20,7 +20,7 @@ from ... import cpp_bindings
 from ...core_kernels.launch import fail
 from ...core_kernels.peer.programs.rows import LONGEST_ROW
 from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
-from ...core_kernels.policy.rounds import capacity_of
+from ...core_kernels.policy.rounds import CAPACITY_FACTOR, capacity_of
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, name_of, table_of_ranks
@@ -34,7 +34,6 @@ from .rank_rows import RankRows
 from .symmetric import has_shared_memory
 
 OP = "PeerMemory"
-CAPACITY_FACTOR = 1.25
 TIMEOUT = timedelta(minutes=10)
 
 

@@ -94,7 +94,8 @@ def layer(ranks: int) -> Callable[..., Any]:
         def forward(x, probs, w1, w3, w2):
             order, inverse, counts = sort_by_expert(ids, LOCAL * ranks)
             tokens = TokenReplicas(x, order, inverse, TOP_K)
-            arguments = probs, counts, (w1, w3, w2), RECIPE, PLAIN, AXIS, None, "nan"
+            weights = w1, w3, w2
+            arguments = probs, counts, weights, weights, RECIPE, PLAIN, AXIS, None, "nan", False
             return device_exchange.exchange_ffn(tokens, *arguments)[0]
 
         y, gradients = jax.vjp(forward, x, probs, w1, w3, w2)

@@ -3,6 +3,7 @@
 test_sharded.py runs CHECKS on one GPU and on two, jax_frontend/layer/test_sharded_devices.py on two CPU devices.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mxep.core_kernels.formats import BLOCK
+from mxep.core_kernels.routing.plan import padded_rows
 from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, moe, ops, swiglu
 from mxep.jax_frontend.exchange.peer_memory import Transport
 from mxep.jax_frontend.ops import device
@@ -138,9 +141,41 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
                 same_bytes(np.asarray(a), np.asarray(b))
 
 
+def rounds_have_the_bytes_of_one_round(devices: Devices, kind: AxisType) -> None:
+    """Two layers in a scan: y and the gradients of x and of the router; an expert may be split over rounds. On GPUs the
+    device drives the rounds of the first case, as above."""
+    mesh, tokens, rows = mesh_of(devices, kind), P("expert"), 16 * ROWS
+    cases = (512, 2048, "mxfp8", "swiglu"), (DIM, 256, "bf16", "swiglu"), (DIM, 256, "mxfp8", "combine")
+    for dim, hidden, recipe, prob_in in cases if devices[0].platform == "gpu" else cases[1:]:
+        router = replace(CONFIG.router, prob_in=prob_in)
+        config = replace(CONFIG, dim=dim, hidden_dim=hidden, recipe=recipe, router=router, transport="peer_memory")
+        params = moe.init(jax.random.key(0), config)
+        params["experts"] = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["experts"])
+        placed = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, moe.specs(config))
+        x = jax.random.normal(jax.random.key(1), (rows, dim), jnp.bfloat16)
+        arrays, results = (placed, jax.device_put(x, NamedSharding(mesh, tokens))), []
+        for options in ({"on_overflow": "nan"}, {"capacity_factor": 0.4}):
+            layer = partial(moe.sharded_apply, config=replace(config, **options), tokens=tokens, mesh=mesh)
+
+            def loss(params: Any, x: jax.Array, layer: Callable = layer) -> tuple[jax.Array, Any]:
+                y, stats = jax.lax.scan(lambda x, _: layer(params, x), x, None, 2)
+                return (y.astype(jnp.float32) ** 2).mean() + stats.aux_loss.sum(), (y, stats)
+
+            results.append(jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arrays))
+        (one, grads), (several, grads_of_rounds) = results
+        most = np.asarray(several[1][1].counts).reshape(2, len(devices), -1).sum(2).max()
+        assert most > padded_rows(math.ceil(0.4 * most), CONFIG.num_experts // len(devices), BLOCK)
+        split = [tree[0].pop("experts") for tree in (grads, grads_of_rounds)]
+        for a, b in zip(*map(jax.tree.leaves, ((several, grads_of_rounds), (one, grads))), strict=True):
+            same_bytes(np.asarray(a), np.asarray(b))
+        for a, b in zip(*map(jax.tree.leaves, split), strict=True):
+            assert sqnr_db(np.asarray(a, np.float32), np.asarray(b, np.float32)) > 45, (recipe, prob_in)
+
+
 CHECKS = (
     ops_run_on_their_rows,
     gradients_are_those_of_one_device,
     the_layer_is_that_of_one_device,
     peer_memory_has_the_bytes_of_the_all_to_all,
+    rounds_have_the_bytes_of_one_round,
 )

@@ -1,6 +1,7 @@
 """A layer whose exchange the device drives has the bytes of the layer over the kernels of peers, here by definition.
 Its program for a GPU has one call per direction."""
 
+import math
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -12,19 +13,23 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep import cpp_bindings
+from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.peer.programs import ffn
 from mxep.core_kernels.peer.programs import program as programs
 from mxep.core_kernels.peer.programs.writer import Sizes
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.registry import OPS
+from mxep.core_kernels.routing.plan import padded_rows
 from mxep.jax_frontend import MoEConfig, RouterConfig, lower_for, moe
 from mxep.jax_frontend.exchange import device_exchange
 from mxep.jax_frontend.layer import moe_layer
 
 from ...compare import same_bytes
 from .test_peer_memory import mesh_of
+from .test_rounds import rounds_of_experts
 
-DIM, HIDDEN, TOP_K, TOKENS = 512, 64, 3, 16
+DIM, HIDDEN, TOP_K, TOKENS, FACTOR = 512, 64, 3, 48, 0.4
+CAPACITY = padded_rows(math.ceil(FACTOR * TOKENS * TOP_K), 2, BLOCK)
 
 
 @pytest.fixture
@@ -59,10 +64,15 @@ def loss(params: Any, x: jax.Array, layer: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("ranks", "factor", "on_overflow", "again"),
-    [(2, None, "nan", False), (4, None, "nan", True), (2, 0.4, "nan", False), (2, 0.4, "drop", False)],
+    [
+        pytest.param(2, None, "nan", False, marks=pytest.mark.slow),
+        (4, FACTOR, "rounds", True),
+        (2, FACTOR, "nan", False),
+        (2, FACTOR, "drop", False),
+    ],
 )
 def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_overflow: Any, again: bool) -> None:
-    """y, statistics and all gradients; a capacity below the mean loses some rows."""
+    """y, statistics and all gradients; a capacity below the mean has several rounds, or loses some rows."""
     config = config_of(ranks, capacity_factor=factor, on_overflow=on_overflow)
     mesh, params, results = mesh_of((ranks,), ("expert",)), params_of(config), []
     x = jax.random.normal(jax.random.key(1), (ranks * TOKENS, DIM), jnp.bfloat16)
@@ -73,8 +83,9 @@ def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_
         step = jax.value_and_grad(partial(loss, layer=layer), argnums=(0, 1), has_aux=True)
         results.append(jax.jit(step)(params, x))
     assert len(everywhere) == 2, everywhere  # traced once, in the second turn
-    if factor:
-        assert int(results[1][0][1][1].overflow) > 0
+    stats = results[1][0][1][1]
+    assert (int(stats.overflow) > 0) == (factor is not None and on_overflow != "rounds")
+    assert on_overflow != "rounds" or rounds_of_experts(np.asarray(stats.counts), ranks, CAPACITY)[0] > 1
     for got, want in zip(*map(jax.tree.leaves, results), strict=True):
         same_bytes(got, want)
 
@@ -93,7 +104,7 @@ def test_rows_of_fp32_take_the_kernels_of_peers(everywhere: list[bool]) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -> None:
     """inside: a shard_map over the experts alone, around which the axis of data is automatic."""
-    config, mesh, results = config_of(2), mesh_of((2, 2), ("data", "expert")), []
+    config, mesh, results = config_of(2, capacity_factor=FACTOR), mesh_of((2, 2), ("data", "expert")), []
     params, x = params_of(config), jax.random.normal(jax.random.key(1), (4 * TOKENS, DIM), jnp.bfloat16)
     for driven in (False, True):
         everywhere[0] = driven
@@ -108,10 +119,10 @@ def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -
         same_bytes(got, want)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[bool], kind: AxisType) -> None:
-    """On a mesh of automatic and of explicit axes; x has the type that its layer returns."""
-    config, results, tokens = config_of(2), [], P(("data", "expert"))
+    """On a mesh of automatic and of explicit axes, in several rounds; x has the type that its layer returns."""
+    config, results, tokens = config_of(2, capacity_factor=FACTOR), [], P(("data", "expert"))
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (kind, kind), devices=jax.devices("cpu")[:4])
     params, specs = jax.tree.map(lambda p: jnp.stack([p, p / 2]), params_of(config)), moe.specs(config)
     specs = jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda spec: isinstance(spec, P))
@@ -135,16 +146,18 @@ def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[boo
 
 @pytest.mark.skipif("exchange_program" not in cpp_bindings.peer_ffi_targets(), reason="no CUDA kernels in this build")
 def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call per direction, and no kernel of peers for rows; nothing is patched but the number of chains."""
+    """One call per direction, with rounds three in loops, and no kernel of peers for rows; nothing is patched but the
+    number of chains."""
     monkeypatch.setattr(ffn, "takes_ffn", lambda *sizes: True)
-    config, mesh = config_of(2), mesh_of((2,), ("expert",))
-    params, x = params_of(config), jnp.ones((2 * TOKENS, DIM), jnp.bfloat16)
-    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
-    with lower_for("sm_90"):
-        step = jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))
-        text = step.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
-    calls = Counter(part.split('"')[0].split("(")[0] for part in text.split("@mxep.peers.")[1:])
-    assert calls == {"exchange_program": 2}, calls
+    for on_overflow, number in (("nan", 2), ("rounds", 5)):
+        config, mesh = config_of(2, on_overflow=on_overflow), mesh_of((2,), ("expert",))
+        params, x = params_of(config), jnp.ones((2 * TOKENS, DIM), jnp.bfloat16)
+        layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
+        with lower_for("sm_90"):
+            step = jax.jit(jax.value_and_grad(partial(loss, layer=layer), has_aux=True))
+            text = step.trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+        calls = Counter(part.split('"')[0].split("(")[0] for part in text.split("@mxep.peers.")[1:])
+        assert calls == {"exchange_program": number}, calls
 
 
 def test_numbers_of_a_program() -> None:

@@ -123,10 +123,13 @@ def test_a_full_rank_drops_the_last_rows() -> None:
     assert run(None, -1, 2**31 - 1, 9, 9) == ([8, 8], [32, 32], [0, 0])
 
 
-def test_the_program_for_gpus() -> None:
-    """Six calls of peers read rows; collectives send counts and orders, at most 4 bytes a row."""
+@pytest.mark.parametrize("rounds", [False, True])
+def test_the_program_for_gpus(rounds: bool) -> None:
+    """Six calls of peers read rows, and ten for later rounds; collectives send counts and orders, at most 4 bytes a
+    row, once."""
     mesh = mesh_of((2,), ("expert",))
-    config = MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), transport="peer_memory")
+    options: dict[str, Any] = {"transport": "peer_memory", "on_overflow": "rounds" if rounds else "nan"}
+    config = MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), **options)
     params, x = moe.init(jax.random.key(0), config, jnp.bfloat16), jnp.ones((2 * TOKENS, 64), jnp.bfloat16)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -134,7 +137,12 @@ def test_the_program_for_gpus() -> None:
 
     with lower_for("sm_90"):
         text = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
-    assert Counter(re.findall(r"@mxep\.peers\.(\w+)", text)) == {"permute_mx": 2, "combine": 2, "permute_rows": 2}
+    calls = (
+        {"permute_mx": 5, "combine": 2, "permute_rows": 9}
+        if rounds
+        else {"permute_mx": 2, "combine": 2, "permute_rows": 2}
+    )
+    assert Counter(re.findall(r"@mxep\.peers\.(\w+)", text)) == calls
     assert "all_to_all" not in text
     gathered = re.findall(r"all_gather.*?-> tensor<([\dx]+)xi32>", text, re.DOTALL)
     assert sorted(gathered) == sorted(["2x4", str(2 * TOKENS * config.router.top_k)])

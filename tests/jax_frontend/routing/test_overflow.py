@@ -174,7 +174,10 @@ def test_a_bad_factor_is_named(error: Any, factor: Any, got: str) -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"MoEConfig: on_overflow: got 'raise'; allowed: 'nan', 'drop'"):
+    with pytest.raises(ValueError, match=r"MoEConfig: on_overflow: got 'raise'; allowed: 'rounds', 'nan', 'drop'"):
         config(on_overflow="raise")
+    allowed = "allowed: 'nan', 'drop' or None with transport='all_to_all'"
+    with pytest.raises(ValueError, match=f"MoEConfig: on_overflow: got 'rounds'; {allowed}"):
+        config(on_overflow="rounds")
     with pytest.raises(ValueError, match=r"dispatch: on_overflow: got None; allowed: 'nan', 'drop'"):
         dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), on_overflow=None)  # type: ignore[arg-type]
