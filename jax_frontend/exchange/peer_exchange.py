@@ -142,7 +142,9 @@ def map_peers(shared: Shared, taken: Taken, sizes: PeerSizes) -> tuple[RowMap, S
     # Of rank `owner` and its expert `local`: the rows of each source.
     fitting = taken.rows.T.reshape(ranks, local, ranks)
     group_sizes = jnp.maximum(-(-fitting.sum(2) // sizes.alignment), 1) * sizes.alignment
-    group_ends = jnp.cumsum(group_sizes, 1)
+    # Experts after the last one of a round may have no room for a block.
+    group_ends = jnp.minimum(jnp.cumsum(group_sizes, 1), sizes.padded)
+    group_sizes = jnp.diff(group_ends, axis=1, prepend=0)
     first = (group_ends - group_sizes)[..., None] + jnp.cumsum(fitting, 2) - fitting
 
     # The positions of this rank's rows. Comparisons and sums as in `plan_exchange`.
