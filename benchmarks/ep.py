@@ -114,7 +114,9 @@ def join(section: str, device: torch.device) -> None:
 def _open(name: str, routing: str) -> PeerMemory:
     rounds = name == IN_ROUNDS
     factor = SLACK if rounds or routing == "balanced" else None
-    return PeerMemory(dist.group.WORLD, capacity_factor=factor, rounds=rounds, timeout=TIMEOUT)
+    return PeerMemory(
+        dist.group.WORLD, capacity_factor=factor, on_overflow="rounds" if rounds else "nan", timeout=TIMEOUT
+    )
 
 
 def _shapes(kind: object, device: torch.device) -> tuple[Shape, ...]:

@@ -1,4 +1,4 @@
-"""What a row beyond the capacity of a buffer makes of its token."""
+"""What rows beyond the capacity of a rank become."""
 
 from typing import Any, Literal, get_args
 
@@ -6,6 +6,8 @@ from ..launch import require_choice
 
 OnOverflow = Literal["nan", "drop"]
 """nan: tokens with a lost row are NaN. drop: a lost row is zero in the sum of its token, and so is its gradient."""
+OnOverflowOfPeers = Literal["rounds", "nan", "drop"]
+"""rounds: they are rows of another round of the call, so that none is lost."""
 
 
 def check_on_overflow(op: str, on_overflow: Any) -> None:

@@ -8,7 +8,7 @@ E experts   D dim   F hidden_dim   S hidden_dim of the shared expert
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from ...core_kernels.formats import BLOCK
 from ...core_kernels.launch import fail, require_choice
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
-from ...core_kernels.policy.overflow import OnOverflow
+from ...core_kernels.policy.overflow import OnOverflowOfPeers
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
@@ -84,7 +84,7 @@ class MoEConfig:
     capacity_factor: float | None = None
     deduplicate: Deduplicate = None
     transport: Transport = "all_to_all"
-    on_overflow: Literal["rounds", "nan", "drop"] | None = None
+    on_overflow: OnOverflowOfPeers | None = None
 
     def __post_init__(self) -> None:
         op = "MoEConfig"
@@ -107,7 +107,7 @@ class MoEConfig:
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport='peer_memory'")
         check_capacity_factor(op, self.capacity_factor)
         if self.on_overflow is not None:
-            require_choice(op, "on_overflow", self.on_overflow, ("rounds", *get_args(OnOverflow)))
+            require_choice(op, "on_overflow", self.on_overflow, get_args(OnOverflowOfPeers))
         if self.on_overflow == "rounds" and self.transport != "peer_memory":
             allowed = f"allowed: 'nan', 'drop' or None with transport={self.transport!r}"
             fail(ValueError, op, "on_overflow", "'rounds'", allowed)

@@ -128,8 +128,8 @@ def expert_parallel_mm(
     """Multiply each row by the matrix of its expert, on the expert's rank; differentiable in rows, w and bias.
 
     The result and all gradients have the same bytes as from `dispatch`, `grouped_mm` and `combine`. The host waits for
-    the counts, over `PeerMemory` with rounds=False for nothing. `PeerMemory` overlaps recipe "mxfp8" on Hopper, without
-    a bias; with rounds the gradient of a split expert's matrix is a sum. All ranks need a gradient of the rows, or none
+    the counts, over `PeerMemory` without rounds for nothing. `PeerMemory` overlaps recipe "mxfp8" on Hopper, without a
+    bias; with rounds the gradient of a split expert's matrix is a sum. All ranks need a gradient of the rows, or none
     does.
 
     Args:
@@ -177,9 +177,9 @@ def expert_parallel_ffn(
     """Compute the SwiGLU feed-forward of experts on the ranks of a group.
 
     The result is differentiable in rows, weights, biases and probs. It and all gradients have the same bytes as from
-    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts, over `PeerMemory` with
-    rounds=False for nothing; with rounds the weight gradients of a split expert are sums. All ranks need a gradient of
-    the rows, or none does.
+    `dispatch`, `grouped_swiglu_ffn` and `combine`. The host waits for the counts, over `PeerMemory` without
+    rounds for nothing; with rounds the weight gradients of a split expert are sums. All ranks need a gradient of the
+    rows, or none does.
 
     Args:
         rows: As in `dispatch`.

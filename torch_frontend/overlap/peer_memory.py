@@ -10,22 +10,22 @@ import math
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ... import cpp_bindings
-from ...core_kernels.launch import fail
+from ...core_kernels.launch import fail, require_choice
 from ...core_kernels.peer.programs.rows import LONGEST_ROW
-from ...core_kernels.policy.overflow import OnOverflow, check_on_overflow
+from ...core_kernels.policy.overflow import OnOverflowOfPeers
 from ...core_kernels.policy.rounds import CAPACITY_FACTOR, capacity_of
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.counts import Request, checked_rows, shared_arguments
 from ..exchange.process_groups import can_compare, compare_calls, name_of, table_of_ranks
 from ..exchange.shards import Ranks
-from ..ops.checks import check_flag, check_int, check_positive
+from ..ops.checks import check_int, check_positive
 from ..ops.device import compute_capability
 from ..ops.launch import check_devices
 from ..ops.private import exchange, group_named
@@ -48,8 +48,8 @@ class PeerMemory:
     state: the backward repeats the forward of the others, from the rows.
 
     The host reads the counts once per forward, after it has launched the first round, so that the GPU does not wait.
-    The backward reads nothing. A CUDA graph cannot read them: it takes rounds=False, which has one round. A graph of
-    empty rounds would launch about 80 kernels for each, forward and backward, in every step.
+    The backward reads nothing. A CUDA graph cannot read them: it takes on_overflow="nan" or "drop", which have one
+    round. A graph of empty rounds would launch about 80 kernels for each, forward and backward, in every step.
 
     On every GPU the memory holds the rows of its tokens and the results for them, as many as the capacity with the
     padding of the groups. It is allocated when a call needs more than any before, never while a graph is captured; all
@@ -68,11 +68,10 @@ class PeerMemory:
             rank can get: all tokens, each min(top_k, local experts) times. With rounds the call with the most rows so
             far sets it, else the first call. None without `rows`: 1.25 with rounds, else what a rank can get if each
             rank has as many tokens as the longest one in the first call.
-        rounds: whether a call may have several rounds. False: the host reads nothing, and a CUDA graph can capture the
-            layers. Then the outputs of tokens with a row beyond the capacity are NaN, their gradients too, and
-            `overflow` raises, on all ranks.
-        on_overflow: without rounds, what a row beyond the capacity makes of its token. "nan": as above. "drop": the row
-            is zero in the sum of its token, and so are its gradients; `overflow` raises as well.
+        on_overflow: what rows beyond the capacity become. "rounds": rows of another round. With the others the host
+            reads nothing, a CUDA graph can capture the layers, and `overflow` raises on all ranks. "nan": outputs and
+            gradients of their tokens are NaN. "drop": such a row is zero in the sum of its token, and so are its
+            gradients.
         timeout: how long a GPU waits for the other ranks; then it ends this process with an error of CUDA.
 
     Raises:
@@ -91,8 +90,7 @@ class PeerMemory:
         rows: int | None = None,
         *,
         capacity_factor: float | None = None,
-        rounds: bool = True,
-        on_overflow: OnOverflow = "nan",
+        on_overflow: OnOverflowOfPeers = "rounds",
         timeout: timedelta = TIMEOUT,
     ) -> None:
         if rows is not None:
@@ -101,19 +99,16 @@ class PeerMemory:
             check_positive(OP, "capacity_factor", capacity_factor)
             if rows is not None:
                 fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
-        check_flag(OP, "rounds", rounds)
-        check_on_overflow(OP, on_overflow)
-        if rounds and on_overflow != "nan":
-            fail(ValueError, OP, "on_overflow", f"{on_overflow!r} and rounds=True", "allowed: with rounds=False")
+        require_choice(OP, "on_overflow", on_overflow, get_args(OnOverflowOfPeers))
         timeout_ms = _to_milliseconds(timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; other groups take no transport")
         self.group = _find_group(group)
         self.rank, self.ranks = self.group.rank(), self.group.size()
-        if rounds and rows is None and capacity_factor is None:
+        self.rounds = on_overflow == "rounds"
+        if self.rounds and rows is None and capacity_factor is None:
             capacity_factor = CAPACITY_FACTOR
-        self.rows, self.capacity_factor, self.rounds = rows, capacity_factor, rounds
-        self.on_overflow: OnOverflow = on_overflow
+        self.rows, self.capacity_factor, self.on_overflow = rows, capacity_factor, on_overflow
         hosts: list[Any] = [None] * self.ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
         if len(set(hosts)) > 1:
@@ -128,16 +123,16 @@ class PeerMemory:
 
     @property
     def config_key(self) -> str:
-        options = f"rows={self.rows}, capacity_factor={self.capacity_factor}, rounds={self.rounds}"
-        return f"PeerMemory({options}, on_overflow={self.on_overflow!r})"
+        options = f"rows={self.rows}, capacity_factor={self.capacity_factor}, on_overflow={self.on_overflow!r}"
+        return f"PeerMemory({options})"
 
     def reserve(self, request: Request, overlaps: bool, row_bytes: int, slot_bytes: int) -> RankRows:
         """This rank's part of a call, with memory for it. row_bytes, slot_bytes: of the longest row to the experts, and
         to the tokens. Raises the error of the request."""
         op, mapped = "dispatch", self.mapped
         if self.rounds and is_capturing():
-            hint = "state PeerMemory(rounds=False): the host reads how many rounds a call has"
-            fail(RuntimeError, op, "transport", "rounds=True in a CUDA graph", hint=hint)
+            hint = "state PeerMemory(on_overflow='nan'): the host reads how many rounds a call has"
+            fail(RuntimeError, op, "transport", "on_overflow='rounds' in a CUDA graph", hint=hint)
         if request.error is not None:
             self.raise_error(request.error, request.ranks)
         try:

@@ -27,6 +27,6 @@ def cases(layer: Layer, call: Call, device: str) -> Iterator[Case]:
     mx = call("quantize_row", x)
     yield Case(requantize, layer, (*mx, ends), group_part, g * length, length, requantize.name)
     del x, mx
-    w = values(g, layer.hiddens[0], layer.dim, device=device)
+    w = values(g, layer.hiddens[0], layer.dim, device=device, octaves=0.5)  # as a layer's weights
     yield Case(matrix, layer, (w,), rows_part, slice_=1, formula=matrix.name)
     yield Case(transposed, layer, (w,), rows_part, slice_=1, formula=transposed.name, separate=_in_two_ops)

@@ -95,7 +95,7 @@ def replays(memory: PeerMemory, forward: Forward, inputs: list[Tensor]) -> None:
 
 def checks(world: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) -> dict[str, Callable[[], object]]:
     def memory() -> PeerMemory:
-        return opened(TOKENS * TOP_K * world().size(), rounds=False)
+        return opened(TOKENS * TOP_K * world().size(), on_overflow="nan")
 
     return {
         "1000 replays": lambda: replays(of := memory(), *ffn(of)),

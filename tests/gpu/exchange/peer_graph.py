@@ -83,7 +83,7 @@ def rounds_in_a_graph(mesh: DeviceMesh, memory: PeerMemory) -> None:
             moe(inputs[0])
     except RuntimeError as found:
         error = found
-    assert "state PeerMemory(rounds=False)" in str(error), error
+    assert "state PeerMemory(on_overflow='nan')" in str(error), error
     same(step(moe, *inputs), step(plain, *inputs), "after the error")
 
 
@@ -102,11 +102,11 @@ def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) ->
     """opened: new memory of the mesh's group with a capacity of so many rows."""
     return {
         **{
-            f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh(), opened(None, rounds=False), r)
+            f"no synchronisation, {r}": lambda r=r: no_synchronisation(mesh(), opened(None, on_overflow="nan"), r)
             for r in RECIPES
         },
-        **{f"graph, {r}": lambda r=r: graph(mesh(), opened(None, rounds=False), r) for r in RECIPES},
-        "graph of stated rows": lambda: graph(mesh(), opened(TOKENS * TOP_K * 3 // 2, rounds=False), "mxfp8"),
+        **{f"graph, {r}": lambda r=r: graph(mesh(), opened(None, on_overflow="nan"), r) for r in RECIPES},
+        "graph of stated rows": lambda: graph(mesh(), opened(TOKENS * TOP_K * 3 // 2, on_overflow="nan"), "mxfp8"),
         "no rounds in a graph": lambda: rounds_in_a_graph(mesh(), opened(TOKENS * TOP_K * mesh().size())),
-        "no growth in a graph": lambda: no_growth_in_a_graph(mesh(), opened(None, rounds=False)),
+        "no growth in a graph": lambda: no_growth_in_a_graph(mesh(), opened(None, on_overflow="nan")),
     }

@@ -72,7 +72,7 @@ def peer_memory() -> PeerMemory:
 
 @cache
 def growing_memory() -> PeerMemory:
-    return opened(None, rounds=False)
+    return opened(None, on_overflow="nan")
 
 
 def contracts() -> dict[str, Check]:

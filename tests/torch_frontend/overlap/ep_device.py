@@ -210,14 +210,14 @@ def checks(
 
     return {
         "routings": lambda: same(memory(), 0, 1, 2, 3, 4, 5, 7),
-        "no room to spare": lambda: same(opened(None, rounds=False), 5),
+        "no room to spare": lambda: same(opened(None, on_overflow="nan"), 5),
         "cached weights": lambda: same(memory(), 5, held=True),
         "gathered bytes": lambda: same(memory(), 5, gathered=True),
         "no probabilities": lambda: same(memory(), 6, plain=True),
         "recomputed": lambda: same(memory(), 6, again=True, driven=4),
         "frozen weights": lambda: mixed(mix()),
-        "overflow": lambda: overflow(opened(8, rounds=False)),
+        "overflow": lambda: overflow(opened(8, on_overflow="nan")),
         "keeps no rows": lambda: keeps_no_rows(memory()),
-        "more rows than room": lambda: more_rows_than_room(opened(1, rounds=False)),
+        "more rows than room": lambda: more_rows_than_room(opened(1, on_overflow="nan")),
         "longer counts": lambda: longer_counts(mix()),
     }

@@ -136,11 +136,11 @@ def checks(
     return {
         "products of rows": lambda: same(memory(), 0, 1, 2, 3, 4, 5, 7),
         "products of replicas": lambda: same(memory(), 0, 1, 2, 3, 4, 5, 7, replicas=True),
-        "products, no room to spare": lambda: same(opened(None, rounds=False), 5),
+        "products, no room to spare": lambda: same(opened(None, on_overflow="nan"), 5),
         "products, negative zeros": lambda: negative_zeros(memory()),
         "products, cached weights": lambda: [same(memory(), 5, held=True, replicas=r) for r in (False, True)],
         "products, recomputed": lambda: same(memory(), 6, again=True, driven=4),
         "products, not driven": lambda: others(mix()),
-        "products, overflow": lambda: overflow(opened(8, rounds=False)),
+        "products, overflow": lambda: overflow(opened(8, on_overflow="nan")),
         "products, top_k differs": lambda: top_k_differs(memory()),
     }

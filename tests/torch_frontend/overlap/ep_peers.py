@@ -227,10 +227,10 @@ def checks(mesh: Callable[[], DeviceMesh], opened: Callable[..., PeerMemory]) ->
     return {
         "layers": lambda: layers(mesh(), large()),
         "layers of all rows": lambda: layers(mesh(), opened(None), "bf16", 1),
-        "overflow": lambda: overflow(opened(10, rounds=False), large()),
-        "dropped rows": lambda: overflow(opened(10, rounds=False, on_overflow="drop"), large()),
-        "factor": lambda: factor(opened(None, capacity_factor=1.9, rounds=False), large()),
+        "overflow": lambda: overflow(opened(10, on_overflow="nan"), large()),
+        "dropped rows": lambda: overflow(opened(10, on_overflow="drop"), large()),
+        "factor": lambda: factor(opened(None, capacity_factor=1.9, on_overflow="nan"), large()),
         "refused": lambda: [refused(mesh(), memory) for memory in (opened(None), large())],
-        "more rows": lambda: more_rows(opened(None, rounds=False)),
+        "more rows": lambda: more_rows(opened(None, on_overflow="nan")),
         **ep_skips.checks(mesh, large),
     }

@@ -196,7 +196,9 @@ def in_a_graph(kind: Kind, memory: PeerMemory) -> None:
     real, before = peer_memory.is_capturing, memory.mapped.buffer
     peer_memory.is_capturing = lambda: True
     try:
-        with pytest.raises(RuntimeError, match=r"rounds=True in a CUDA graph; state PeerMemory\(rounds=False\)"):
+        with pytest.raises(
+            RuntimeError, match=r"on_overflow='rounds' in a CUDA graph; state PeerMemory\(on_overflow='nan'\)"
+        ):
             results(kind, memory.group, memory, "balanced", 0)
     finally:
         peer_memory.is_capturing = real

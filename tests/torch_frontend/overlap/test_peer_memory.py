@@ -44,10 +44,8 @@ def test_arguments() -> None:
         PeerMemory(capacity_factor="1.25")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=r"capacity_factor: got 1.25 and rows=8; allowed: one of the two"):
         PeerMemory(rows=8, capacity_factor=1.25)
-    with pytest.raises(ValueError, match=r"on_overflow: got 'drop' and rounds=True; allowed: with rounds=False"):
-        PeerMemory(on_overflow="drop")
-    with pytest.raises(TypeError, match="PeerMemory: rounds: got 2"):
-        PeerMemory(rounds=2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="PeerMemory: on_overflow: got 'zero'; allowed: 'rounds', 'nan', 'drop'"):
+        PeerMemory(on_overflow="zero")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout: got 3"):
         PeerMemory(timeout=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout"):
