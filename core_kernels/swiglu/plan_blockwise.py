@@ -30,7 +30,7 @@ def _check_forward(
 ) -> Signature:  # fmt: skip
     op = "swiglu_blockwise"
     shape = check_arrays(op, {"gate": gate, "up": up}, prob)
-    return _signature(op, shape, group_ends, 1, power_of_two, (alpha, limit, offset))
+    return _signature(op, shape, group_ends, 1, power_of_two, swiglu_attrs(op, alpha, limit, offset))
 
 
 def _check_backward(
@@ -39,16 +39,15 @@ def _check_backward(
 ) -> Signature:  # fmt: skip
     op = "swiglu_blockwise_bwd"
     shape = check_arrays(op, {"dh": dh, "gate": gate, "up": up}, prob)
-    return _signature(op, shape, group_ends, 2, power_of_two, (alpha, limit, offset))
+    return _signature(op, shape, group_ends, 2, power_of_two, swiglu_attrs(op, alpha, limit, offset))
 
 
 def _signature(
     op: str, shape: tuple[int, ...], group_ends: ArrayType, results: int, power_of_two: bool,
-    numbers: tuple[float, float, float],
+    numbers: dict[str, int],
 ) -> Signature:  # fmt: skip
     out, scales, _ = row_types(op, shape, power_of_two)
-    attrs = {**scales, **swiglu_attrs(op, *numbers)}
-    return Signature(out * results, attrs, check_optional_ends(op, group_ends, shape))
+    return Signature(out * results, {**scales, **numbers}, check_optional_ends(op, group_ends, shape))
 
 
 def _tile(call: Call, arch: str) -> Tiling:

@@ -99,7 +99,7 @@ class Kernels(TorchDispatchMode):
 UNPADDED = {"pad_token_groups_for_grouped_mm": False}
 FORWARD = {"quantize_row_fold": 2, "grouped_mm_fold": 1}
 BOTH_WAYS = {"quantize_both_fold": 1}
-GRADIENT_OF_A = {"quantize_col": 1, "fold_rows": 1, "grouped_mm_fold": 1}
+GRADIENT_OF_A = {"quantize_matrix_fold_t": 1, "grouped_mm_fold": 1}
 
 
 @pytest.mark.parametrize(
