@@ -22,7 +22,7 @@ OF_A_COPY = {
     "quantize_both_fold": 0.75,
     "requantize_col_fold": 0.55,
     "quantize_matrix_fold": 0.55,
-    "quantize_matrix_fold_t": 0.55,
+    "quantize_matrix_fold_t": 0.80,  # normal values: 0.88 to 0.99 of a copy
     "permute_mx": 0.85,
     "permute_mx_fold": 0.85,
     "unpermute": 0.85,
