@@ -3,7 +3,7 @@
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
     the same with a capacity        of 1.25 times the mean rows; for balanced rows, none of which it drops
     a token once to each rank       deduplicate="dispatch" and "both"
-    with and without a capacity     transport="peer_memory", in one round
+    with and without a capacity     transport=PeerMemory(...), in one round
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.launch import fail
-from mxep.jax_frontend import MoEConfig, RouterConfig, moe
+from mxep.jax_frontend import MoEConfig, PeerMemory, RouterConfig, moe
 
 from .cases.chosen_experts import ROUTINGS, logits
 from .cases.ep.ep_layer import H200, MIN_SQNR_DB, TINY
@@ -34,10 +34,10 @@ HOWS: dict[str, dict[str, Any]] = {
     "jit, capacity": {"capacity_factor": 1.25},
     "jit, deduplicate dispatch": {"deduplicate": "dispatch"},
     "jit, deduplicate both": {"deduplicate": "both"},
-    "jit, peer memory": {"transport": "peer_memory", "on_overflow": "nan"},
-    "jit, peer memory, capacity": {"transport": "peer_memory", "capacity_factor": 1.25, "on_overflow": "nan"},
+    "jit, peer memory": {"on_overflow": "nan"},
+    "jit, peer memory, capacity": {"capacity_factor": 1.25, "on_overflow": "nan"},
 }
-"""Fields of MoEConfig."""
+"""Fields of MoEConfig; the transport is a PeerMemory where the name says it."""
 WAYS = {
     "all_to_all": ("jit", "jit, capacity"),
     "deduplicate": ("jit, deduplicate dispatch", "jit, deduplicate both"),
@@ -81,6 +81,7 @@ class _Inputs:
         t, d, _, e, k = shape
         auto = (jax.sharding.AxisType.Auto,)
         self.mesh = jax.make_mesh((self.ranks,), (AXIS,), auto, devices=jax.devices()[: self.ranks])
+        self.memory = PeerMemory(self.mesh, AXIS)
         of_ranks = [jnp.asarray(logits(routing, t, e, k, rank)) for rank in range(self.ranks)]
         of_tokens, config = NamedSharding(self.mesh, P(AXIS)), self.config("mxfp8")
 
@@ -96,7 +97,8 @@ class _Inputs:
 
     def config(self, recipe: str, how: str = "jit") -> MoEConfig:
         _, d, f, e, k = self.shape
-        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, **HOWS[how])
+        transport = self.memory if "peer memory" in how else None
+        return MoEConfig(d, f, e, RouterConfig(k), recipe=recipe, transport=transport, **HOWS[how])
 
     def program(self, recipe: str, how: str, op: str) -> Callable[..., tuple[jax.Array, ...]]:
         """The compiled step: y, and with the backward the gradients of x, router, w1, w3 and w2."""

@@ -8,7 +8,7 @@ The CUDA C++ kernels, for the ops where Triton is not fast enough; a build witho
     CudaLaunch(exchange, 0, "quantize_col", [x], [q_t, sf_t], attrs)    made once from types, then called with tensors
     cuda_ffi_targets()["quantize_col"]                         the same op as an XLA FFI capsule
     CudaProgram(exchange, 0, types, steps)                     several ops on two streams, launched by one call
-    peer_ffi_targets()["combine"]                              an op whose rows are on several GPUs, likewise
+    peer_ffi_targets()["combine"]                              an op whose rows are on the GPUs of a PeerGroup
 
 A build without CUDA kernels warns at the first op on a Hopper GPU (`warn_without_cuda`).
 
@@ -20,15 +20,20 @@ import warnings
 
 try:
     from ._ops import (
+        MOST_PEERS,
+        PEER_BOX_BYTES,
         CudaLaunch,
         CudaProgram,
         Exchange,
+        MappedRegion,
+        PeerGroup,
         cuda_archs,
         cuda_ffi_targets,
         cuda_op_archs,
         ffi_targets,
         num_threads,
         peer_ffi_targets,
+        peer_region,
         run,
     )
 except ImportError as error:
@@ -39,15 +44,20 @@ except ImportError as error:
 
 __all__ = [
     "CUDA_OPS",
+    "MOST_PEERS",
+    "PEER_BOX_BYTES",
     "CudaLaunch",
     "CudaProgram",
     "Exchange",
+    "MappedRegion",
+    "PeerGroup",
     "cuda_archs",
     "cuda_ffi_targets",
     "cuda_op_archs",
     "ffi_targets",
     "num_threads",
     "peer_ffi_targets",
+    "peer_region",
     "run",
     "warn_without_cuda",
     "why_not_cuda",

@@ -43,14 +43,79 @@ def num_threads() -> int:
     """
 
 def peer_ffi_targets() -> dict[str, Any]:
-    """The ops on rows in the memory of several GPUs of one process, as calls of XLA.
+    """The ops on rows in the memory of the GPUs of a group, as calls of XLA.
 
-    Inputs: this device's rows, the map, place (2,) int32 (core_kernels/peer/peers.h). A call takes one attribute,
-    `devices`, a numpy int64: the devices of the program. It waits until all of them have come to it.
+    Inputs: this device's rows, the map, its rank (1,) int32 (core_kernels/peer/peers.h). A call takes one attribute,
+    `group`, a numpy int64: the number of a `PeerGroup`. Its GPUs wait for each other, and the host for nothing.
 
     Returns:
         Op name -> capsule for `jax.ffi.register_ffi_target(name, capsule, platform="CUDA")`.
     """
+
+MOST_PEERS: int
+"""The most ranks of a `PeerGroup`; 0 in a build without nvcc."""
+
+PEER_BOX_BYTES: int
+"""Bytes of a GPU, zeros at first, in which the ranks of a `PeerGroup` signal each other."""
+
+def peer_region(address: int) -> tuple[int, int, int]:
+    """The allocation with an address of GPU memory, for other processes of the host.
+
+    Args:
+        address: in memory of the driver's virtual memory management, as XLA allocates it.
+
+    Returns:
+        The first address, bytes, and a file descriptor, which the caller closes.
+
+    Raises:
+        RuntimeError: CUDA cannot share the memory.
+    """
+
+class MappedRegion:
+    """Memory of a GPU of another process, mapped as long as the object lives.
+
+    Args:
+        descriptor: of `peer_region` of the other process.
+        nbytes: likewise.
+        devices: the numbers of the GPUs whose kernels use it.
+
+    Raises:
+        RuntimeError: CUDA cannot map the memory.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int, devices: Sequence[int]) -> None: ...
+    @property
+    def address(self) -> int:
+        """The first address in this process."""
+
+class PeerGroup:
+    """The GPUs of groups of ranks, of which this process has some (core_kernels/peer/group/group.h). A build without
+    nvcc has none.
+
+    Args:
+        number: by which calls of `peer_ffi_targets` find the groups, while the object lives.
+        members: of this process: (number of the GPU, rank, address of each rank's box, what is added to an address of
+            each rank's process, number of each rank's GPU here or -1, (first address, bytes) of the memory that all
+            ranks map; 0 bytes for all).
+        limit_ms: the milliseconds after which a rank that waits ends with an error.
+
+    Raises:
+        ValueError: Too many ranks.
+        RuntimeError: A GPU cannot read the memory of another.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        members: Sequence[tuple[int, int, Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]],
+        limit_ms: int,
+    ) -> None: ...
+    def test(self) -> None:
+        """One meeting of all ranks, without the GIL; every process calls it.
+
+        Raises:
+            RuntimeError: A rank did not come.
+        """
 
 cuda_archs: tuple[tuple[int, int], ...]
 """Compute capabilities that this build has CUDA machine code for; empty in a build without nvcc."""

@@ -5,9 +5,10 @@
 //                                                  +--> CudaOp.run(call, stream)
 //   XLA:   buffers --> cuda_ffi_targets()[name] ---'
 //
-// And the table of ops whose rows are on several GPUs (core_kernels/peer/peers.h), for XLA:
+// And the table of ops whose rows are on the GPUs of a group (core_kernels/peer/peers.h), for XLA:
 //
-//          buffers --> peer_ffi_targets()[name] --> run_with_peers(op, call, run, devices, stream)
+//          buffers --> peer_ffi_targets()[name] --> Group::run(number, op, call, stream)
+//          addresses, MappedRegion --> PeerGroup(number, members, limit): the group of that number, while it lives
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -28,9 +29,11 @@
 #include "exchange.h"
 #include "ffi.h"
 #include "find_op.h"
+#include "peer/group/group.h"
 #include "peer/peers.h"
 #include "peer/program.h"
 #include "peer/program_of_peers.h"
+#include "peer/group/regions.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;
@@ -182,18 +185,16 @@ XLA_FFI_Error* handler(XLA_FFI_CallFrame* frame) {
   return bound->Call(frame);
 }
 
-// A thread of XLA's per device and run. The host meets the other devices in every call, so no CUDA graph captures it.
+// group: the number of a PeerGroup. No CUDA graph captures it: the calls of a graph may run at the same time, and ranks
+// meet in one order.
 auto* bind(const cuda::PeerOp& op) {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::RunId>()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<int64_t>("devices")
-      .To([&op](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                int64_t devices) -> ffi::Error {
-        return call_op(op, args, rets, {},
-                       [&](const Call& c) { cuda::run_with_peers(op, c, run.run_id, devices, stream); });
+      .Attr<int64_t>("group")
+      .To([&op](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t group) -> ffi::Error {
+        return call_op(op, args, rets, {}, [&](const Call& c) { cuda::Group::run(group, op, c, stream); });
       })
       .release();
 }
@@ -202,15 +203,14 @@ auto* bind(const cuda::PeerOp& op) {
 auto* bind_program() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::RunId>()
       .RemainingArgs()
       .RemainingRets()
       .Attr<ffi::Span<const int64_t>>("attrs")
-      .Attr<int64_t>("devices")
-      .To([](cudaStream_t stream, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets,
-             ffi::Span<const int64_t> attrs, int64_t devices) -> ffi::Error {
+      .Attr<int64_t>("group")
+      .To([](cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Span<const int64_t> attrs,
+             int64_t group) -> ffi::Error {
         return call_any(args, rets, attrs,
-                        [&](const Call& c) { cuda::run_with_peers(cuda::kProgramOp, c, run.run_id, devices, stream); });
+                        [&](const Call& c) { cuda::Group::run(group, cuda::kProgramOp, c, stream); });
       })
       .release();
 }
@@ -241,6 +241,16 @@ nb::dict targets(std::index_sequence<Index...>) {
   return out;
 }
 
+using MemberTuple = std::tuple<int, int, std::vector<int64_t>, std::vector<int64_t>, std::vector<int>,
+                               std::pair<int64_t, int64_t>>;  // a cuda::Member
+
+std::vector<cuda::Member> members_of(const std::vector<MemberTuple>& members) {
+  std::vector<cuda::Member> out;
+  for (const auto& [device, rank, boxes, shifts, ordinals, memory] : members)
+    out.push_back({device, rank, boxes, shifts, ordinals, memory.first, memory.second});
+  return out;
+}
+
 // The compute capabilities of the whole build, or of one op.
 nb::tuple archs(int only) {
   nb::list out;
@@ -263,6 +273,26 @@ void bind_cuda(nb::module_& m) {
   m.attr("cuda_op_archs") = op_archs();
   m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<std::size(cuda::kCudaOps)>()); });
   m.def("peer_ffi_targets", [] { return peer_targets(std::make_index_sequence<std::size(cuda::kPeerOps)>()); });
+  m.attr("PEER_BOX_BYTES") = cuda::kBoxBytes;
+  m.attr("MOST_PEERS") = cuda::kMostPeers;
+  m.def(
+      "peer_region",
+      [](int64_t address) {
+        const cuda::Region found = cuda::region_of(address);
+        return std::make_tuple(found.base, found.nbytes, found.descriptor);
+      },
+      "address"_a);
+  nb::class_<cuda::MappedRegion>(m, "MappedRegion")
+      .def(nb::init<int, int64_t, const std::vector<int>&>(), "descriptor"_a, "nbytes"_a, "devices"_a)
+      .def_prop_ro("address", &cuda::MappedRegion::address);
+  nb::class_<cuda::Group>(m, "PeerGroup")
+      .def(
+          "__init__",
+          [](cuda::Group* self, int64_t number, const std::vector<MemberTuple>& members, int64_t limit_ms) {
+            new (self) cuda::Group(number, members_of(members), std::chrono::milliseconds(limit_ms));
+          },
+          "number"_a, "members"_a, "limit_ms"_a)
+      .def("test", &cuda::Group::test, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<CudaLaunch>(m, "CudaLaunch")
       .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),
            "exchange"_a, "device"_a, "name"_a, "inputs"_a, "outputs"_a, "attrs"_a)

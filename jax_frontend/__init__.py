@@ -4,6 +4,7 @@ The layer      moe (init, apply, sharded_apply, specs), MoEConfig, RouterConfig,
                MoEStats (docs/guides/metrics.md)
 The router     route, update_selection_bias
 The pipeline   sort_by_expert, TokenReplicas, dispatch, dispatch_probs, combine (docs/concepts/pipeline.md)
+GPUs of a host PeerMemory (docs/guides/jax.md)
 Products       grouped_mm, grouped_swiglu_ffn, swiglu, SwiGLU, ragged_dot_mxfp8, quantize_weights
 Dense layers   dense, sharded_dense (docs/guides/linear.md)
 Recipes        Recipe, RECIPES
@@ -32,6 +33,7 @@ from . import ops
 from .exchange.all_to_all import TokenReplicas
 from .exchange.combine import combine
 from .exchange.dispatch import dispatch, dispatch_probs
+from .exchange.peer_memory import PeerMemory
 from .exchange.rows import gather_rows, weighted_combine
 from .layer import moe
 from .layer.linear import sharded_dense
@@ -56,6 +58,7 @@ __all__ = [
     "MXArray",
     "MoEConfig",
     "MoEStats",
+    "PeerMemory",
     "Recipe",
     "RouterConfig",
     "SharedExpert",

@@ -67,7 +67,7 @@ INSIDE = {
     "fold": ("", "both", "matrix", "gathered"),
     "swiglu": ("", "backward", "folded"),
     "grouped_gemm": ("", "schedule", "exact", "folded", "blockwise"),
-    "peer": ("", "programs"),
+    "peer": ("", "programs", "group"),
 }
 """Folders of a family, "" its own files; a file imports its own folder and those before it."""
 SHARED_TRITON = {"formats", "mx_math", "tokens"}
@@ -258,7 +258,17 @@ ONLY_JAX: dict[str, set[str]] = {
     "ops": {"derivatives", "mesh", "mx_array", "remat", "shapes", "split", "triton"},
     "products": {"gathers", "ragged_dot"},
     "routing": {"overflow"},
-    "exchange": {"device_exchange", "local", "peer_exchange", "peer_experts", "peer_memory", "rounds", "rows"},
+    "exchange": {
+        "device_exchange",
+        "local",
+        "peer_exchange",
+        "peer_experts",
+        "peer_memory",
+        "peer_rows",
+        "processes",
+        "rounds",
+        "rows",
+    },
     "layer": {"moe_layer", "moe_params", "shared_gate"},
     "integrations": {"nnx", "nnx_linear"},
 }

@@ -20,7 +20,7 @@ HOWS = {
     "peer memory": "`PeerMemory`",
     "peer memory, in a graph": "`PeerMemory` in a CUDA graph",
     "jit": "JAX, all-to-all, relative to its recipe `bf16`",
-    "jit, peer memory, capacity": "JAX, `peer_memory` with a capacity, relative to its recipe `bf16`",
+    "jit, peer memory, capacity": "JAX, `PeerMemory` with a capacity, relative to its recipe `bf16`",
 }
 LAYER_KERNELS = (
     "combine",

@@ -22,10 +22,7 @@ struct Ranks {
 
   __device__ Ranks(const Peers& peers, int64_t rows_of_rank, const char** shared) : of(shared), rows(rows_of_rank) {
     const int i = threadIdx.x;
-    if (i < kMostPeers) of[i] = nullptr;
-    __syncthreads();
-    if (i < peers.count && peers.of[i].place[0] == peers.place[0])
-      of[min((unsigned)peers.of[i].place[1], (unsigned)kMostPeers - 1)] = static_cast<const char*>(peers.of[i].rows);
+    if (i < kMostPeers) of[i] = i < peers.count ? peers.of[i].rows : nullptr;
     __syncthreads();
   }
   // The first byte of a row of `nbytes` bytes; null for -1 and for a row that does not exist.

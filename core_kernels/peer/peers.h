@@ -1,9 +1,9 @@
-// Ops whose first input is distributed over several GPUs of one process.
+// Ops whose first input is distributed over the GPUs of a group.
 //
 //   rows (R, W) of rank 0, 1, ...      row r of rank q is row q R + r of the op
 //
-// A device's kernel reads the rows of the other devices in their memory, over NVLink, and writes its own output. The
-// result equals the op of the same name on the concatenated rows of all ranks.
+// A device's kernel reads the rows of the other ranks in their memory, over NVLink, and writes its own output. The
+// result equals the op of the same name on the concatenated rows of all ranks. group/group.h has the ranks.
 #pragma once
 
 #include "cuda/ops.h"
@@ -12,22 +12,21 @@ namespace mxep::cuda {
 
 constexpr int kMostPeers = 16;
 
-// The inputs of one device. place (2,) int32: the number of its group of ranks, and its rank there.
+// Arrays of one rank, at addresses of this process.
 struct Peer {
-  const void* rows;
-  const int32_t* place;
-  void *slots, *numbers;  // its first two outputs, which kernels of a program write (program_of_peers.h)
+  const char* rows;
+  char *slots, *numbers;  // its first two outputs, which kernels of a program write (program_of_peers.h)
 };
 
-// All devices of the program; the devices of the own group are the ranks.
+// of: in device memory, by rank. side: a stream for what a program overlaps.
 struct Peers {
-  Peer of[kMostPeers];
+  const Peer* of;
   int count;
-  const int32_t* place;  // of this device
+  cudaStream_t side;
 };
 
-// Launches on `stream` of the current device. in: the rows, the map, place, of a gather the number of rows (1,) int32
-// after which the map is -1 alone; out, attrs: of the op.
+// Launches on `stream` of the current device. in: the rows, the map, this rank (1,) int32, of a gather the number of
+// rows (1,) int32 after which the map is -1 alone; out, attrs: of the op.
 struct PeerOp {
   const char* name;
   int num_inputs, num_outputs, num_attrs;
@@ -43,10 +42,5 @@ inline constexpr PeerOp kPeerOps[] = {
     {"permute_mx", 4, 2, 0, permute_mx_of_peers},
     {"combine", 3, 1, 0, combine_of_peers},
 };
-
-// Runs the op on the current device together with the `devices` devices of the run, each of which calls this from a
-// thread of its own with its own stream. Kernels read a device's rows after the work before in its stream, and the work
-// behind in its stream waits for them. Throws std::runtime_error on every device if one fails or does not come.
-void run_with_peers(const PeerOp& op, const Call& call, int64_t run, int64_t devices, cudaStream_t stream);
 
 }  // namespace mxep::cuda

@@ -36,14 +36,12 @@ struct Addresses {
   int64_t *rows, *slots, *numbers;  // of rank 0, 1, ...
 };
 
-// Sorts the devices of the own group by their rank, which the device alone knows.
-__global__ void sort_by_rank(const __grid_constant__ Peers peers, Addresses out) {
-  const int i = threadIdx.x;
-  if (i >= peers.count || peers.of[i].place[0] != peers.place[0]) return;
-  const int rank = peers.of[i].place[1];
-  out.rows[rank] = reinterpret_cast<int64_t>(peers.of[i].rows);
-  out.slots[rank] = reinterpret_cast<int64_t>(peers.of[i].slots);
-  out.numbers[rank] = reinterpret_cast<int64_t>(peers.of[i].numbers);
+__global__ void list_addresses(const __grid_constant__ Peers peers, Addresses out) {
+  const int rank = threadIdx.x;
+  if (rank >= peers.count) return;
+  out.rows[rank] = reinterpret_cast<int64_t>(peers.of[rank].rows);
+  out.slots[rank] = reinterpret_cast<int64_t>(peers.of[rank].slots);
+  out.numbers[rank] = reinterpret_cast<int64_t>(peers.of[rank].numbers);
 }
 
 std::string name_of(int64_t number) {
@@ -51,18 +49,6 @@ std::string name_of(int64_t number) {
   constexpr int64_t kOps = std::size(kCudaOps);
   return number < kOps ? kCudaOps[number].name : kExchangeOps[number - kOps].name;
 }
-
-// A stream for one call. CUDA frees it when its work has ended.
-class SideStream {
- public:
-  SideStream() { check(kOp, cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, -1)); }
-  ~SideStream() { cudaStreamDestroy(stream_); }
-  SideStream(const SideStream&) = delete;
-  cudaStream_t get() const { return stream_; }
-
- private:
-  cudaStream_t stream_;
-};
 
 }  // namespace
 
@@ -93,9 +79,8 @@ void program_of_peers(const Call& call, const Peers& peers, cudaStream_t stream)
   }
   int device;
   check(kOp, cudaGetDevice(&device));
-  launch_kernel(kOp, sort_by_rank, 1, kMostPeers, 0, stream, peers, addresses);
-  const SideStream side;
-  Program(device, arrays.size(), steps).run(arrays, stream, side.get());
+  launch_kernel(kOp, list_addresses, 1, kMostPeers, 0, stream, peers, addresses);
+  Program(device, arrays.size(), steps).run(arrays, stream, peers.side);
 }
 
 }  // namespace mxep::cuda

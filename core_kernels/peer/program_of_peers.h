@@ -1,8 +1,8 @@
-// A program (program.h) whose ranks are the devices of one process, for XLA.
+// A program (program.h) whose ranks are the GPUs of a group, for XLA.
 //
-//   rows, slots of each device --meeting--> addresses on every device | program | meeting     (cuda_run.cu)
+//   rows, slots of each rank --meet--> addresses on every GPU | program | meet     (group/group.h)
 //
-// in: packed rows, home, place (2,), then inputs of any number. out: slots, numbers, then outputs of any number, the
+// in: packed rows, home, this rank (1,), then inputs of any number. out: slots, numbers, then outputs of any number, the
 // last one the buffer of the arrays with a place. attrs: `encode` of programs/program.py.
 #pragma once
 

@@ -1,12 +1,12 @@
 """Expert parallelism whose exchange the device drives, overlapped with the products: of recipe "mxfp8" on Hopper, over
-the memory of the GPUs of one process.
+the memory of the GPUs of one host.
 
     tokens (T, D) --pack--> packed rows --.
     home, weights of this rank's rows ----+--> program --.-- slots (T k, D) --sum--> tokens (T, D)
     weights of the experts ---------------'              '-- what the backward reads
 
 core_kernels/peer/programs/ffn.py draws the programs. One call of XLA per direction launches a program, between two
-meetings of the devices of the process (core_kernels/peer/cuda_run.cu). `define` of `_run` is what the programs compute.
+meetings of the ranks (peer_memory.py). `define` of `_run` is what the programs compute.
 """
 
 from functools import partial
@@ -30,13 +30,13 @@ from ...core_kernels.swiglu.activation import SwiGLU
 from .. import ops
 from ..ops import device
 from ..ops.call import aval, vary, varying_axes
-from ..ops.mesh import Axes
 from ..products.gathers import HERE
 from ..products.weights import format_of
 from ..routing.overflow import nan_gradients, nan_values
 from .all_to_all import TokenReplicas, lost_of
 from .peer_exchange import PeerSizes, share
-from .peer_memory import TARGETS, _check_processes, _place, all_ranks
+from .peer_memory import PeerMemory
+from .peer_rows import TARGETS, all_ranks, rank_of
 from .rounds import Gradients, Inputs, Maps, plan_rounds, run_rounds, sum_of_slots
 
 HOPPER = "sm_90"
@@ -53,7 +53,7 @@ program_p.def_impl(partial(xla.apply_primitive, program_p))
 class Static(NamedTuple):
     """What a program is made of. forward: or the backward."""
 
-    across: Axes
+    memory: PeerMemory
     sizes: Sizes
     slots: int
     forward: bool
@@ -68,7 +68,7 @@ class Static(NamedTuple):
     def inputs(self) -> tuple[str, ...]:
         """Of a call, in their order."""
         program = self.program
-        return ("packed", "home", "place", *(name for name in program.given if name != "home"))
+        return ("packed", "home", "rank", *(name for name in program.given if name != "home"))
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -99,13 +99,13 @@ def runs_here() -> bool:
 
 def exchange_ffn(
     tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: tuple[jax.Array, ...],
-    given: tuple[jax.Array, ...], recipe: Recipe, activation: SwiGLU, axis_name: Axes, capacity_factor: float | None,
+    given: tuple[jax.Array, ...], recipe: Recipe, activation: SwiGLU, memory: PeerMemory, capacity_factor: float | None,
     on_overflow: OnOverflow, rounds: bool,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """y (T, D) bf16 of the experts of all ranks, and () int32, local rows that did not fit: none with rounds. given:
     the weights, as `run_rounds` takes them."""
     op, x = "moe.apply", tokens.x
-    sizes = PeerSizes.of(axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
+    sizes = PeerSizes.of(memory.axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
     several = rounds and not sizes.holds_all
     plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
     maps = plan.maps
@@ -116,7 +116,7 @@ def exchange_ffn(
         0, sizes.ranks, groups, sizes.padded, dim, hidden, tokens.top_k, "bfloat16", int(recipe.rounding),
         tuple(activation.attributes),
     )  # fmt: skip
-    call = DeviceCall(sizes, several, Static(axis_name, of_program, sizes.num_rows, True))
+    call = DeviceCall(sizes, several, Static(memory, of_program, sizes.num_rows, True))
     y = run_rounds(call, Inputs(x, probs, weights), given, plan)
     overflow = jnp.zeros_like(maps.slots.overflow) if rounds else maps.slots.overflow
     return nan_values(op, y, lost), overflow
@@ -140,7 +140,7 @@ class DeviceCall(NamedTuple):
         (x, probs, weights), ends = inputs, maps.row_map.group_ends
         order, slots = maps.slots.order, maps.slots.slots
         assert probs is not None
-        prob = jnp.where(order >= 0, all_ranks(probs.reshape(-1), self.static.across)[order], 0)
+        prob = jnp.where(order >= 0, all_ranks(probs.reshape(-1), self.static.memory.axis_name)[order], 0)
         rows, _, *kept = _run(self.static, x, order, slots, (ends, prob, *weights))
         return rows, (prob, *kept) if save else None
 
@@ -167,17 +167,16 @@ class DeviceCall(NamedTuple):
 def _run(static: Static, x: jax.Array, order: jax.Array, slots: jax.Array, given: tuple[jax.Array, ...]):
     """slots (T k, D) bf16, numbers (T k,) fp32, results. order, slots: of `SlotMaps`, across ranks."""
     (packed,) = (ops.quantize_row_packed(x, rounding=static.sizes.rounding),)
-    place, devices = _place(static.across)
-    axes = varying_axes(packed, order, place, *given)
-    arrays = [vary(a, axes) for a in (packed, order, slots, place, *given)]
+    rank = rank_of(static.memory)
+    axes = varying_axes(packed, order, rank, *given)
+    arrays = [vary(a, axes) for a in (packed, order, slots, rank, *given)]
 
-    def of_peers(packed, order, slots, place, *given):
+    def of_peers(packed, order, slots, rank, *given):
         home = jnp.stack([jnp.where(order >= 0, order // static.slots, -1), order % static.slots], 1)
-        arguments = {"static": static, "devices": devices}
-        out = program_p.bind(packed, home.astype(jnp.int32), place, *given, **arguments)
+        out = program_p.bind(packed, home.astype(jnp.int32), rank, *given, static=static)
         return tuple(vary(a, axes) for a in out[:-1])
 
-    def define(packed, order, slots, place, *given):
+    def define(packed, order, slots, rank, *given):
         found = _forward if static.forward else _backward
         return tuple(vary(a, axes) for a in found(static, packed, order, slots, *given))
 
@@ -186,11 +185,11 @@ def _run(static: Static, x: jax.Array, order: jax.Array, slots: jax.Array, given
 
 def _rows(static: Static, packed: jax.Array, order: jax.Array) -> tuple[jax.Array, jax.Array]:
     of_tokens = jnp.where(order >= 0, order // static.sizes.top_k, -1)
-    return HERE.permute_mx(all_ranks(packed, static.across), of_tokens)
+    return HERE.permute_mx(all_ranks(packed, static.memory.axis_name), of_tokens)
 
 
 def _send(static: Static, rows: jax.Array, slots: jax.Array) -> jax.Array:
-    return HERE.permute_rows(all_ranks(rows, static.across), slots)
+    return HERE.permute_rows(all_ranks(rows, static.memory.axis_name), slots)
 
 
 def _forward(static: Static, packed, order, slots, group_ends, prob, w1, w3, w2):
@@ -224,19 +223,18 @@ def _backward(static: Static, packed, order, slots, group_ends, x_q, x_sf, gate,
 
 
 @program_p.def_abstract_eval
-def _abstract_eval(*inputs, static: Static, devices: int):
+def _abstract_eval(*inputs, static: Static):
     program, dim = static.program, static.sizes.dim
     slots = ArrayType((static.slots, dim), "bfloat16"), ArrayType((static.slots,), "float32")
     buffer = ArrayType((program.nbytes,), "uint8")
     return list(map(aval, (*slots, *(program.arrays[name] for name in program.results), buffer)))
 
 
-def _lower_cuda(ctx, *operands, static: Static, devices: int):
-    _check_processes("exchange_program")
+def _lower_cuda(ctx, *operands, static: Static):
     table = (*cpp_bindings.CUDA_OPS, *EXCHANGE_OPS)
     numbers = encode(static.program, static.inputs, static.outputs, table)
     lower = jax.ffi.ffi_lowering(TARGETS["exchange_program"])
-    return lower(ctx, *operands, attrs=np.array(numbers, np.int64), devices=np.int64(devices))
+    return lower(ctx, *operands, attrs=np.array(numbers, np.int64), group=np.int64(static.memory.number))
 
 
 mlir.register_lowering(program_p, _lower_cuda, platform="cuda")

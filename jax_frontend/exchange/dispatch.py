@@ -21,8 +21,8 @@ from ..products.weights import recipe_of
 from ..routing.overflow import check_capacity_factor, nan_gradients
 from .all_to_all import AllToAll, TokenReplicas, check_expert_counts, check_replicas, parts_of
 from .local import Local
-from .peer_exchange import PeerMemory
-from .peer_memory import Transport, check_transport
+from .peer_exchange import PeerExchange
+from .peer_memory import PeerMemory
 from .replicas import Once, Summed
 from .route import Route, TokenExchange
 
@@ -31,12 +31,12 @@ _ALL_TO_ALL: dict[str | None, type[AllToAll]] = {None: AllToAll, "dispatch": Onc
 
 def choose_exchange(
     op: str, of_tokens: bool, axis_name: Axes | None, capacity_factor: float | None, deduplicate: Deduplicate,
-    transport: Transport, on_overflow: OnOverflow,
+    transport: PeerMemory | None, on_overflow: OnOverflow,
 ) -> TokenExchange:  # fmt: skip
     """The exchange of the options of `dispatch`. of_tokens: of TokenReplicas. Raises ValueError and TypeError."""
     check_deduplicate(op, deduplicate)
     check_on_overflow(op, on_overflow)
-    check_transport(op, transport)
+    check_type(op, "transport", transport, PeerMemory, type(None))
     check_capacity_factor(op, capacity_factor)
     if deduplicate is not None and not of_tokens:
         allowed = "allowed: None for rows; TokenReplicas, whose rows are copies, take the others"
@@ -46,11 +46,12 @@ def choose_exchange(
         return Local()
     if axis_name is None or not several:
         return AllToAll(axis_name, capacity_factor, on_overflow)
-    if transport == "all_to_all":
+    if transport is None:
         return _ALL_TO_ALL[deduplicate](axis_name, capacity_factor, on_overflow)
     if deduplicate is not None:
-        fail(ValueError, op, "deduplicate", repr(deduplicate), "allowed: None with transport='peer_memory'")
-    return PeerMemory(axis_name, capacity_factor, on_overflow)
+        fail(ValueError, op, "deduplicate", repr(deduplicate), "allowed: None with transport=PeerMemory(...)")
+    transport.check_axes(op, axis_name)
+    return PeerExchange(transport, capacity_factor, on_overflow)
 
 
 @jax.named_scope("mxep.dispatch")
@@ -62,7 +63,7 @@ def dispatch(
     axis_name: Axes | None = None,
     capacity_factor: float | None = None,
     deduplicate: Deduplicate = None,
-    transport: Transport = "all_to_all",
+    transport: PeerMemory | None = None,
     on_overflow: OnOverflow = "nan",
 ) -> tuple[Float[jax.Array, "P K"] | MXArray, Int[jax.Array, " G"], Route]:
     """Send rows to the ranks of their experts, into one padded group per local expert; differentiable.
@@ -80,9 +81,9 @@ def dispatch(
             per expert back, and results and gradients are the same bytes. "both": as "dispatch", but that rank sums the
             results of a token in fp32 and sends one row back, in the dtype of the groups. With "dispatch" and "both" a
             pair of ranks has a buffer for at most T tokens.
-        transport: "all_to_all": collectives of XLA. "peer_memory": on GPUs of one process kernels read the rows in the
-            memory of the other GPUs, into their groups and, summed, into their tokens. Elsewhere rows are read from an
-            all-gather of the rows. The same bytes, with deduplicate=None. All ranks share the buffer of a rank.
+        transport: None: all-to-alls, collectives of XLA. A `PeerMemory` along axis_name: kernels read the rows in the
+            memory of the other GPUs of a host, into their groups and, summed, into their tokens. On CPUs rows are read
+            from an all-gather of the rows. The same bytes, with deduplicate=None. All ranks share the buffer of a rank.
         on_overflow: what a row that does not fit the capacity makes of its row or token after `combine`. "nan": NaN, in
             the result, in the gradient of the row or token, and in the gradient of its weight. "drop": zeros, in the
             sum of a token and in the gradients.

@@ -5,7 +5,7 @@
 
 The ranks exchange their counts and, of tokens, the orders of their replicas: 4 bytes a row. Every rank then knows the
 rows of its groups, and the positions of its own rows in the groups of all ranks. The groups have the rows of rank 0,
-1, ..., in this order, as the groups of the all-to-all. peer_memory.py reads the rows. rounds.py has maps of several
+1, ..., in this order, as the groups of the all-to-all. peer_rows.py reads the rows. rounds.py has maps of several
 exchanges of a call, each of the rows that it takes.
 """
 
@@ -26,34 +26,35 @@ from ..products.gathers import HERE, gather, ungather
 from ..routing.overflow import capacity_of, nan_gradients
 from .all_to_all import TokenReplicas, lost_of, most_rows, parts_of
 from .local import SlotMaps, read_groups, sum_groups
-from .peer_memory import Peers, all_ranks
+from .peer_memory import PeerMemory
+from .peer_rows import Peers, all_ranks
 from .route import Route
 
 
 @dataclasses.dataclass(frozen=True)
-class PeerMemory:
-    """Kernels read rows in the memory of the other GPUs of this process. All ranks share the buffer of a rank, of
+class PeerExchange:
+    """Kernels read rows in the memory of the other GPUs. All ranks share the buffer of a rank, of
     `capacity_factor` times its mean rows. The maps are `SlotMaps` with numbers across ranks. `Route.row_map` has such
     numbers too, between the sorted rows of the ranks and their padded groups."""
 
-    axis_name: Axes
+    memory: PeerMemory
     capacity_factor: float | None
     on_overflow: OnOverflow
 
     def dispatch(self, rows: Any, counts: jax.Array, recipe: Recipe) -> tuple[Any, Route]:
         x, top_k, _ = parts_of(rows)
-        sizes = PeerSizes.of(self.axis_name, rows, counts.shape[0], self.capacity_factor, recipe.alignment)
+        sizes = PeerSizes.of(self.memory.axis_name, rows, counts.shape[0], self.capacity_factor, recipe.alignment)
         shared = share(rows, counts, sizes)
         row_map, maps = map_peers(shared, Taken(jnp.zeros_like(shared.counts), fitting_rows(shared, sizes)), sizes)
         lost = lost_of(rows, counts, row_map.inverse, sizes.holds_all, self.on_overflow)
         route = Route(row_map, maps, self, recipe, top_k, lost)
-        return read_groups(nan_gradients("dispatch", x, lost), route, Peers(self.axis_name)), route
+        return read_groups(nan_gradients("dispatch", x, lost), route, Peers(self.memory)), route
 
     def dispatch_probs(self, op: str, probs: jax.Array, route: Route) -> jax.Array:
-        return gather(op, probs, route.maps.order, route.maps.slots, Peers(self.axis_name))
+        return gather(op, probs, route.maps.order, route.maps.slots, Peers(self.memory))
 
     def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
-        maps, reader = route.maps, Peers(self.axis_name)
+        maps, reader = route.maps, Peers(self.memory)
         if probs is None:
             return sum_groups(groups, route, maps.slots, maps.order, None, out_dtype, reader)
         # The gradient of a weighted sum reads the rows again, so they are read into this rank's memory first.

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from ...core_kernels.policy.prob_in import ProbIn
 from ...core_kernels.policy.recipe import Recipe
 from .. import ops
-from ..ops.mesh import Axes
 from ..ops.mx_array import MXArray, MXGradArray, pack
 from ..routing.weighted_combine import combine_slots
 from .all_to_all import TokenReplicas
 from .peer_exchange import PeerSizes, share
-from .peer_memory import Peers
+from .peer_memory import PeerMemory
+from .peer_rows import Peers
 from .rounds import Gradients, Inputs, Maps, plan_rounds, run_rounds
 from .route import named_groups
 
@@ -30,6 +30,7 @@ from .route import named_groups
 class PeerCall(NamedTuple):
     """One call. experts: (weights, groups, row_map, prob) to rows (P, N), an MXGradArray if the recipe quantizes."""
 
+    memory: PeerMemory
     sizes: PeerSizes
     rounds: bool
     recipe: Recipe
@@ -41,7 +42,7 @@ class PeerCall(NamedTuple):
 
     @property
     def reader(self) -> Peers:
-        return Peers(self.sizes.axis_name)
+        return Peers(self.memory)
 
     def forward(self, inputs: Inputs, maps: Maps, save: bool) -> tuple[jax.Array, Any]:
         x, probs, order = inputs.tokens, inputs.probs, maps.slots.order
@@ -96,14 +97,14 @@ class PeerCall(NamedTuple):
 
 def run(
     tokens: TokenReplicas, probs: jax.Array, counts: jax.Array, weights: Any, given: Any, experts: Callable[..., Any],
-    recipe: Recipe, axis_name: Axes, capacity_factor: float, prob_in: ProbIn, out_dtype: Any,
+    recipe: Recipe, memory: PeerMemory, capacity_factor: float, prob_in: ProbIn, out_dtype: Any,
 ) -> jax.Array:  # fmt: skip
     """(T, N): dispatch, experts and combine in rounds, unchecked. given: the weights, as `run_rounds` takes them."""
-    sizes = PeerSizes.of(axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
+    sizes = PeerSizes.of(memory.axis_name, tokens, counts.shape[0], capacity_factor, recipe.alignment)
     several = not sizes.holds_all
     plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
     summed, dtype = prob_in != "combine", jnp.dtype(out_dtype).name
-    call = PeerCall(sizes, several, recipe, experts, tokens.top_k, dtype, summed)
+    call = PeerCall(memory, sizes, several, recipe, experts, tokens.top_k, dtype, summed)
     result = run_rounds(call, Inputs(tokens.x, probs if prob_in == "swiglu" else None, weights), given, plan)
     if summed:
         return result

@@ -1,146 +1,149 @@
-"""Rows in the memory of all ranks of a mesh axis, read by gathers and sums whose maps have numbers across ranks.
+"""Memory of the GPUs of one host, of one process or of several, that kernels of all of them read and write.
 
-    rows (R, W) on each rank            row r of rank q has the number q R + r
-    map (P,) of numbers, -1 for none -> (P, W) on each rank, by its own map
+    a program    kernels | meet | kernels that use memory of all ranks | meet | kernels        peer_rows.py calls it
 
-cuda     one kernel per GPU and call, which reads the rows of the others over NVLink and writes the result. The streams
-         of the GPUs wait for each other before and after. Rows are sent without a buffer in between. One process has
-         all GPUs. core_kernels/peer/cuda_run.cu draws it.
-others   the definition: the op of the same name, on the rows of all ranks
+`meet` is a kernel that signals the other ranks and waits for them (core_kernels/peer/group/group.h). It tells them
+where this rank's arrays are, in memory that XLA allocated. A process reads arrays of its own GPUs at their addresses.
+It maps the memory of the other processes when a PeerMemory is made (processes.py).
 """
 
-import dataclasses
-from functools import partial
-from typing import Any, Literal, get_args
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir, xla
-from jax.sharding import AxisType
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ... import cpp_bindings
-from ...core_kernels.launch import ArrayType, fail, require_choice
-from .. import ops
+from ...core_kernels.launch import fail
 from ..ops import device
-from ..ops.call import array_type, aval, vary, varying_axes
-from ..ops.mesh import Axes, axis_names, axis_size
-from ..ops.mx_array import MXArray
-from ..products.gathers import HERE, Reader
+from ..ops.checks import check_type
+from ..ops.mesh import Axes, axis_names
+from .processes import Shared, share_memory
 
-Across = Axes | None
-"""The mesh axes of the enclosing shard_map along which a map leads; None: its numbers are rows of this rank."""
-Transport = Literal["all_to_all", "peer_memory"]
-"""all_to_all: collectives of XLA, on any number of processes. peer_memory: kernels that read the memory of the other
-GPUs of this process."""
-
-TARGETS = {name: f"mxep.peers.{name}" for name in cpp_bindings.peer_ffi_targets()}
-for _name, _capsule in cpp_bindings.peer_ffi_targets().items():
-    jax.ffi.register_ffi_target(TARGETS[_name], _capsule, platform="CUDA")
-
-_OPERANDS = {"permute_rows": (), "permute_mx": (), "combine": (ArrayType((0,), "float32"),)}
-"""The inputs of each op behind the rows and the map."""
-peers_p = Primitive("mxep_peers")
-peers_p.multiple_results = True
-peers_p.def_impl(partial(xla.apply_primitive, peers_p))
+OP = "PeerMemory"
+TIMEOUT = timedelta(minutes=10)
+_COUNT = itertools.count()
 
 
-def check_transport(op: str, transport: Any) -> None:
-    """Raise ValueError unless it is one of `Transport`."""
-    require_choice(op, "transport", transport, get_args(Transport))
+class PeerMemory:
+    """The memory of the GPUs along axes of a mesh, for exchanges that kernels of all of them drive.
+
+    All processes of the mesh make it at the same time, before they use it: each maps the memory of the others. One
+    serves all layers on the mesh. `MoEConfig(transport=...)` and `dispatch(transport=...)` take it, and `gather_rows`
+    and the like as `across=`. On CPUs the rows of all ranks are gathered, with the same bytes.
+
+    The ranks meet in kernels, without the host. A rank that waits for `timeout` prints which rank did not come, and
+    ends with an error of CUDA: so do all others when a process dies.
+
+    Several processes need GPUs of one host, XLA's default allocator, which shares its memory, and memory that is
+    allocated in advance (XLA_PYTHON_CLIENT_PREALLOCATE=true, the default).
+
+    Args:
+        mesh: A `jax.sharding.Mesh` of all devices of all processes, as `jax.make_mesh` makes it.
+        axis_name: The mesh axis, or axes, along which the ranks are: the `axis_name` of the layer.
+        timeout: How long a rank waits for the others.
+
+    Raises:
+        TypeError: For arguments of another type.
+        ValueError: For axes that the mesh does not have, ranks on several hosts, too many ranks.
+        NotImplementedError: For a build without CUDA kernels for the GPUs.
+        RuntimeError: Where GPUs cannot read each other's memory.
+
+    Example:
+        >>> mesh = jax.make_mesh((1,), ("expert",))
+        >>> PeerMemory(mesh, "expert")
+        PeerMemory(axis_name='expert', ranks=1)
+    """
+
+    def __init__(self, mesh: Mesh, axis_name: Axes, *, timeout: timedelta = TIMEOUT) -> None:
+        check_type(OP, "mesh", mesh, Mesh)
+        check_type(OP, "timeout", timeout, timedelta)
+        limit_ms = timeout // timedelta(milliseconds=1)
+        if limit_ms < 1:
+            fail(ValueError, OP, "timeout", timeout, "allowed: a millisecond or more")
+        names = axis_names(OP, "axis_name", axis_name)
+        if not names or not set(names) <= set(mesh.axis_names):
+            fail(ValueError, OP, "axis_name", repr(axis_name), f"allowed: axes of the mesh, {mesh.axis_names}")
+        self.mesh, self.axis_name = mesh, axis_name
+        self.groups = _groups_of(mesh, names)
+        self.number = jax.process_index() << 32 | next(_COUNT)
+        self._held: tuple[Any, ...] = ()
+        if mesh.devices.flat[0].platform != "cpu" and self.ranks > 1:
+            self._connect(limit_ms)
+
+    def __repr__(self) -> str:
+        return f"PeerMemory(axis_name={self.axis_name!r}, ranks={self.ranks})"
+
+    def __deepcopy__(self, memo: Any) -> "PeerMemory":
+        return self  # a configuration that is copied uses the same memory
+
+    @property
+    def ranks(self) -> int:
+        return self.groups.shape[1]
+
+    def check_axes(self, op: str, axis_name: Axes) -> None:
+        """Raise ValueError unless the ranks are along these axes."""
+        if axis_names(op, "axis_name", axis_name) != axis_names(op, "axis_name", self.axis_name):
+            fail(ValueError, op, "transport", self, f"allowed: a PeerMemory along axis_name={axis_name!r}")
+
+    def check_here(self, op: str) -> None:
+        """Raise unless the call is in a program on this mesh."""
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.axis_names != self.mesh.axis_names or mesh.axis_sizes != self.mesh.axis_sizes:
+            got = f"of a mesh with axes {dict(self.mesh.shape)}"
+            fail(ValueError, op, OP, got, f"allowed: one of this mesh, with axes {dict(mesh.shape)}")
+
+    def _connect(self, limit_ms: int) -> None:
+        if device.compute_capability() not in cpp_bindings.cuda_archs:
+            got, allowed = "no CUDA kernels in this build for this GPU", "allowed: `make install-gpu` with nvcc"
+            fail(NotImplementedError, OP, "build", got, f"{allowed}, or transport=None")
+        if self.ranks > cpp_bindings.MOST_PEERS:
+            fail(ValueError, OP, "mesh", f"{self.ranks} ranks", f"allowed: at most {cpp_bindings.MOST_PEERS}")
+        boxes = _make_boxes(self.mesh)
+        shared = share_memory(OP, self.mesh, boxes, self.number, limit_ms)
+        self.number = shared.number
+        group = cpp_bindings.PeerGroup(shared.number, _members(self.groups, shared), limit_ms)
+        self._held = boxes, shared, group
+        group.test()
 
 
-def all_ranks(x: jax.Array, across: Axes) -> jax.Array:
-    """The rows of all ranks, one rank after the other; no gradient."""
-    if not x.shape[0]:
-        return x
-    # XLA:CPU widens a bf16 collective to fp32, but not a collective over uint16.
-    bits = jnp.uint16 if x.dtype == jnp.bfloat16 else x.dtype
-    gathered = lax.all_gather(lax.bitcast_convert_type(x, bits), across, tiled=True)
-    return lax.bitcast_convert_type(gathered, x.dtype)
+class _Member(NamedTuple):
+    """As `PeerGroup` takes them."""
+
+    device: int
+    rank: int
+    boxes: list[int]
+    shifts: list[int]
+    ordinals: list[int]
+    memory: tuple[int, int]
 
 
-@dataclasses.dataclass(frozen=True)
-class Peers(Reader):
-    """Reads rows of all ranks along mesh axes of the enclosing shard_map."""
-
-    across: Axes
-
-    def gather_mx(self, mx: MXArray, row_map: jax.Array) -> MXArray:
-        """Without a source: no product reads rows of other ranks."""
-        q, sf = self.permute_mx(mx.packed(), row_map)
-        return MXArray.from_bytes(q, sf, mx.dtype)
-
-    def read(self, name: str, rows: jax.Array, row_map: jax.Array, **options: Any) -> tuple[jax.Array, ...]:
-        if device.arch() != "cpu":
-            _check_processes(f"{name} of peers")
-        place, devices = _place(self.across)
-        axes = tuple(sorted({*varying_axes(rows, row_map, place)}))
-        rows, row_map, place = (vary(x, axes) for x in (rows, row_map, place))
-        # A gather shares the rows that have a source among its threads: others may be most of the rows.
-        mapped = () if name == "combine" else (_mapped(row_map),)
-        if not rows.size or not row_map.size:
-            return HERE.read(name, rows, jnp.full_like(row_map, -1), **options)
-
-        def of_peers(*inputs: jax.Array) -> tuple[jax.Array, ...]:
-            arguments = {"name": name, "options": tuple(options.items()), "devices": devices}
-            return tuple(vary(x, axes) for x in peers_p.bind(*inputs, **arguments))
-
-        def definition(rows: jax.Array, row_map: jax.Array, *_: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(vary(x, axes) for x in HERE.read(name, all_ranks(rows, self.across), row_map, **options))
-
-        return lax.platform_dependent(rows, row_map, place, *mapped, cuda=of_peers, default=definition)
+def _members(groups: np.ndarray, shared: Shared) -> list[_Member]:
+    """Of this process."""
+    found = []
+    for group in groups.tolist():
+        of = [shared.devices[i] for i in group]
+        for rank, here in enumerate(of):
+            if here.ordinal >= 0:
+                boxes, shifts, ordinals = [d.box for d in of], [d.shift for d in of], [d.ordinal for d in of]
+                found.append(_Member(here.ordinal, rank, boxes, shifts, ordinals, here.memory))
+    return found
 
 
-def _mapped(row_map: jax.Array) -> jax.Array:
-    """(1,) int32, the number of rows after which the map is -1 alone."""
-    row = jnp.arange(1, row_map.shape[0] + 1, dtype=jnp.int32)
-    return jnp.where(row_map >= 0, row, 0).max(initial=0, keepdims=True)
+def _groups_of(mesh: Mesh, names: Sequence[str]) -> np.ndarray:
+    """(groups, ranks): the numbers of the devices of the mesh that differ along the axes alone."""
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape)
+    inside = [mesh.axis_names.index(name) for name in names]
+    outside = [i for i in range(numbers.ndim) if i not in inside]
+    ranks = int(np.prod([mesh.devices.shape[i] for i in inside]))
+    return numbers.transpose(outside + inside).reshape(-1, ranks)
 
 
-def reader_of(op: str, across: Across) -> Reader:
-    """What reads along `across`: `HERE` for None and for one rank. Raises ValueError or TypeError unless it is None or
-    mesh axes of the enclosing shard_map."""
-    return Peers(across) if across is not None and axis_size(op, across, "across") > 1 else HERE
-
-
-def _check_processes(op: str) -> None:
-    if (processes := jax.process_count()) > 1:
-        allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"
-        fail(NotImplementedError, op, "processes", processes, allowed)
-
-
-def _place(across: Axes) -> tuple[jax.Array, int]:
-    """(2,) int32, the number of this device's group of ranks and its rank there; and the devices of the program."""
-    mesh = jax.sharding.get_abstract_mesh()
-    inside = axis_names("peer_memory", "across", across)
-    other = tuple(name for name in mesh.axis_names if name not in inside)
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    automatic = tuple(name for name in other if kinds[name] != AxisType.Manual and mesh.shape[name] > 1)
-    if automatic:
-        allowed = f"allowed: a shard_map over all axes of the mesh, {mesh.axis_names}, or transport='all_to_all'"
-        fail(NotImplementedError, "peer_memory", "axes", f"{automatic} outside of shard_map", allowed)
-    manual = tuple(name for name in other if kinds[name] == AxisType.Manual)
-    group = lax.axis_index(manual) if manual else jnp.int32(0)
-    axes = tuple(sorted({*manual, *inside}))
-    return jnp.stack([vary(jnp.asarray(i, jnp.int32), axes) for i in (group, lax.axis_index(inside))]), mesh.size
-
-
-@peers_p.def_abstract_eval
-def _abstract_eval(rows, row_map, place, *_mapped, name: str, options: tuple, devices: int):
-    signature = ops.OPS[name].signature(array_type(rows), array_type(row_map), *_OPERANDS[name], **dict(options))
-    return list(map(aval, signature.out))
-
-
-def _lower_cuda(ctx, *operands, name: str, options: tuple, devices: int):
-    op = f"{name} of peers"
-    if device.compute_capability() not in cpp_bindings.cuda_archs:
-        got = "no CUDA kernels in this build for this GPU"
-        fail(NotImplementedError, op, "build", got, "allowed: transport='all_to_all', or `make install-gpu` with nvcc")
-    _check_processes(op)
-    return jax.ffi.ffi_lowering(TARGETS[name])(ctx, *operands, devices=np.int64(devices))
-
-
-mlir.register_lowering(peers_p, _lower_cuda, platform="cuda")
+def _make_boxes(mesh: Mesh) -> jax.Array:
+    """(devices, PEER_BOX_BYTES) zeros, a row on each device, which kernels write."""
+    shape, sharding = (mesh.size, cpp_bindings.PEER_BOX_BYTES), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    zeros = np.zeros((1, shape[1]), np.uint8)
+    return jax.make_array_from_callback(shape, sharding, lambda _: zeros).block_until_ready()

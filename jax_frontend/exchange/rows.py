@@ -36,7 +36,7 @@ from ..products.groups import laid_out, map_groups
 from ..routing.permute import spread
 from ..routing.weighted_combine import combine_slots
 from .all_to_all import Exchange, TokenReplicas, check_replicas, exchange_rows
-from .peer_memory import Across, reader_of
+from .peer_rows import Across, reader_of
 
 
 def spread_rows(
@@ -49,8 +49,8 @@ def spread_rows(
         order: (P,) int32, the slot t * top_k + k of each row of the result, -1 for a row of zeros.
         inverse: (T * top_k,) int32, the row of each slot. `sort_by_expert` makes them with P = T * top_k.
         top_k: experts per token.
-        across: mesh axes of the enclosing shard_map: slot s of rank q has the number q T top_k + s in order, row i of
-            rank q the number q P + i in inverse.
+        across: a PeerMemory, inside of a shard_map over its axes: slot s of rank q has the number q T top_k + s in
+            order, row i of rank q the number q P + i in inverse.
 
     Returns:
         (P, D) of x's kind. The gradient of a token is the fp32 sum over its replicas, rounded once.
@@ -82,8 +82,8 @@ def gather_rows(
         x: (M, K) bf16, fp32 or MXArray.
         row_map: (P,) int32, the row of x for each row of the result, -1 for a row of zeros.
         inverse: (M,) int32, the map back: the row of the result for each row of x, -1 for none.
-        across: mesh axes of the enclosing shard_map: row r of rank q has the number q M + r in row_map, row i the
-            number q P + i in inverse.
+        across: a PeerMemory, inside of a shard_map over its axes: row r of rank q has the number q M + r in
+            row_map, row i the number q P + i in inverse.
 
     Returns:
         (P, K) of x's kind.
@@ -124,8 +124,8 @@ def weighted_combine(
         order: (R,) int32, the map back: the slot t * K + k of each row, -1 for padding, whose gradient is zeros.
         out_dtype: bf16 or fp32; None is the dtype of rows.
         rounding: a `Rounding` or its name, for the gradient of an MXGradArray.
-        across: mesh axes of the enclosing shard_map, without probs: row r of rank q has the number q R + r in slots,
-            and slot s of rank q the number q T K + s in order.
+        across: a PeerMemory, inside of a shard_map over its axes, without probs: row r of rank q has the number
+            q R + r in slots, and slot s of rank q the number q T K + s in order.
 
     Returns:
         (T, D). A gradient has its argument's dtype; the gradient of an MXGradArray is MXFP8.

@@ -18,7 +18,7 @@ import jax
 from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import fail, require_multiple
 from ..exchange.all_to_all import Exchange, TokenReplicas, exchange_rows
-from ..exchange.peer_memory import Across, reader_of
+from ..exchange.peer_rows import Across, reader_of
 from ..exchange.rows import check_rows, gather_groups, replicas_to_send
 from ..ops import RowMap
 from ..ops.checks import check_floats, check_type, rounding_of

@@ -211,17 +211,18 @@ def _run_experts(
     several = axis_name is not None and axis_size("moe.apply", axis_name) > 1
     if config.rounds:  # One rank has all rows already.
         factor = (CAPACITY_FACTOR if factor is None else factor) if several else None
-    if axis_name is not None and several and config.transport == "peer_memory":
+    if axis_name is not None and several and config.transport is not None:
+        config.transport.check_axes("moe.apply", axis_name)
         weights, as_given = ((e["w1"], e["w3"], e["w2"]) for e in (experts, given))
         if not parts and takes(recipe, x_TD, weights, prob_in == "swiglu", config.bias):
-            activation, rounds = config.activation, config.rounds
             return exchange_ffn(
-                tokens, probs_TK, counts, weights, as_given, recipe, activation, axis_name, factor, dropped, rounds
-            )
+                tokens, probs_TK, counts, weights, as_given, recipe, config.activation, config.transport, factor,
+                dropped, config.rounds,
+            )  # fmt: skip
         if factor is not None and config.rounds:
             of_rank = RankExperts(config, parts)
             y_TD = run_peers(
-                tokens, probs_TK, counts, experts, given, of_rank, recipe, axis_name, factor, prob_in, x_TD.dtype
+                tokens, probs_TK, counts, experts, given, of_rank, recipe, config.transport, factor, prob_in, x_TD.dtype
             )
             return y_TD, jnp.zeros((), jnp.int32)
     options = {"deduplicate": config.deduplicate, "transport": config.transport, "on_overflow": dropped}

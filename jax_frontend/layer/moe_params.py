@@ -21,7 +21,7 @@ from ...core_kernels.policy.overflow import OnOverflowOfPeers
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.router import RouterConfig, SharedExpert, check_router, check_shared
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
-from ..exchange.peer_memory import Transport, check_transport
+from ..exchange.peer_memory import PeerMemory
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
 from ..ops.mesh import Axes, axis_names, axis_size
 from ..products.weights import check_weights, recipe_of, resolve_compute
@@ -51,12 +51,12 @@ class MoEConfig:
             in `dispatch`. None is 1.25 with on_overflow="rounds", else the worst case, which holds all rows.
         deduplicate: None, "dispatch" or "both", how often a token is sent to a rank with several of its experts, as in
             `dispatch`. With prob_in="input", where a row is one replica, None alone.
-        transport: "all_to_all" or "peer_memory", how rows are sent between ranks, as in `dispatch`; "peer_memory" with
-            deduplicate=None.
-        on_overflow: What rows beyond the capacity become. "rounds", with "peer_memory": rows of another round of the
+        transport: How rows are sent between ranks, as in `dispatch`: None is all-to-alls. A `PeerMemory`, with
+            deduplicate=None, is the memory of the GPUs of a host.
+        on_overflow: What rows beyond the capacity become. "rounds", with a PeerMemory: rows of another round of the
             call, so that none is dropped. "nan": y and the gradient of x are NaN at their tokens, so that the loss
             shows it, and `MoEStats.overflow` counts the rows. "drop": such a row is left out of its token's sum. None
-            is "rounds" with "peer_memory", else "nan".
+            is "rounds" with a PeerMemory, else "nan".
 
     A round takes whole experts, in their order, while they fit. An expert is split if a round of its own is too short
     for its rows. y and the gradients of x and of the router have the bytes of one round, and so have the weight
@@ -83,7 +83,7 @@ class MoEConfig:
     activation: SwiGLU = PLAIN
     capacity_factor: float | None = None
     deduplicate: Deduplicate = None
-    transport: Transport = "all_to_all"
+    transport: PeerMemory | None = None
     on_overflow: OnOverflowOfPeers | None = None
 
     def __post_init__(self) -> None:
@@ -102,14 +102,14 @@ class MoEConfig:
         if self.deduplicate is not None and self.router.prob_in == "input":
             allowed = "allowed: None with prob_in='input', whose replicas have a row each"
             fail(ValueError, op, "deduplicate", repr(self.deduplicate), allowed)
-        check_transport(op, self.transport)
-        if self.deduplicate is not None and self.transport == "peer_memory":
-            fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport='peer_memory'")
+        check_type(op, "transport", self.transport, PeerMemory, type(None))
+        if self.deduplicate is not None and self.transport is not None:
+            fail(ValueError, op, "deduplicate", repr(self.deduplicate), "allowed: None with transport=PeerMemory(...)")
         check_capacity_factor(op, self.capacity_factor)
         if self.on_overflow is not None:
             require_choice(op, "on_overflow", self.on_overflow, get_args(OnOverflowOfPeers))
-        if self.on_overflow == "rounds" and self.transport != "peer_memory":
-            allowed = f"allowed: 'nan', 'drop' or None with transport={self.transport!r}"
+        if self.on_overflow == "rounds" and self.transport is None:
+            allowed = "allowed: 'nan', 'drop' or None with transport=None"
             fail(ValueError, op, "on_overflow", "'rounds'", allowed)
         check_type(op, "bias", self.bias, bool)
         SwiGLU.check(op, self.activation)
@@ -118,7 +118,7 @@ class MoEConfig:
     @property
     def rounds(self) -> bool:
         """Whether a call with rows beyond the capacity has several rounds."""
-        return self.transport == "peer_memory" and self.on_overflow in (None, "rounds")
+        return self.transport is not None and self.on_overflow in (None, "rounds")
 
     @property
     def has_gate(self) -> bool:

@@ -79,6 +79,6 @@ def test_the_table_and_the_headlines() -> None:
     text = table_ep.tables(lines)
     assert "### The whole layer" not in text
     assert (
-        "| 16384, 7168/2048, 32, 8 | `peer_memory` | `PeerMemory` | 0.0 / 0.0 (1.02x) | 2.0 / 1.0 | 20 | 23.0 |" in text
+        "| 16384, 7168/2048, 32, 8 | `PeerMemory` | `PeerMemory` | 0.0 / 0.0 (1.02x) | 2.0 / 1.0 | 20 | 23.0 |" in text
     )
     assert not list(speed.headlines([], lines))

@@ -4,6 +4,7 @@ Logits and gates are exact, as in torch_layers.py.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.policy.recipe import Recipe
-from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, save_mx_rows
+from mxep.jax_frontend import MoEConfig, PeerMemory, RouterConfig, SharedExpert, moe, save_mx_rows
 
 from .table import Row
 
@@ -33,6 +34,7 @@ def grid(*shape: int, seed: int, step: float, most: int) -> np.ndarray:
 
 
 def config_of(row: Row) -> MoEConfig:
+    """Without the transport, which `layer_of` adds."""
     exchange, extras = row["exchange"], row["extras"]
     _, _, how = exchange.partition("deduplicate ")
     recipe = Recipe.parse("mxfp8", compute="fold") if row["recipe"] == "folded" else Recipe.parse(row["recipe"])
@@ -40,7 +42,6 @@ def config_of(row: Row) -> MoEConfig:
         DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, bias=extras == "biases", prob_in=row["prob_in"]),  # type: ignore[arg-type]
         recipe=recipe, bias=extras == "biases", deduplicate=how or None,  # type: ignore[arg-type]
         shared=SharedExpert(HIDDEN, gate=extras == "gated") if extras in ("shared", "gated") else None,
-        transport="peer_memory" if exchange == "peer memory" else "all_to_all",
         capacity_factor=4 if exchange == "capacity" else None,
     )  # fmt: skip
 
@@ -59,6 +60,8 @@ def layer_of(config: MoEConfig, exchange: str, ranks: int) -> Callable[..., Any]
     if exchange == "one device":
         return partial(moe.apply, config=config)
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("expert",))
+    if exchange == "peer memory":
+        config = replace(config, transport=PeerMemory(mesh, "expert"))
     return partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
 
 

@@ -34,7 +34,7 @@ def sources() -> tuple[str, ...]:
     paths = [
         path for name in SOURCES for path in ([ROOT / name] if "." in name else sorted((ROOT / name).rglob("*.*")))
     ]
-    texts = [path.read_text() for path in paths if path.suffix in (".py", ".cmake")]
+    texts = [path.read_text() for path in paths if path.suffix in (".py", ".cmake", ".cc", ".cu")]
     texts = [re.sub(r"\"\s*\n\s*f?\"", "", text).replace("{BLOCK}", "32") for text in texts]
     return tuple(text.replace("{}.{} to {}.{}", "5.17 to 5.23") for text in texts)
 

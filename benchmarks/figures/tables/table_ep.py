@@ -17,8 +17,8 @@ HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
         "jit, deduplicate dispatch": "`jit`, `deduplicate=\"dispatch\"`, and recipe `bf16` likewise",
         "jit, deduplicate both": "`jit`, `deduplicate=\"both\"`, and recipe `bf16` likewise",
-        "jit, peer memory": "`peer_memory`, and recipe `bf16` likewise",
-        "jit, peer memory, capacity": "`peer_memory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
+        "jit, peer memory": "`PeerMemory`, and recipe `bf16` likewise",
+        "jit, peer memory, capacity": "`PeerMemory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
 TORCH_BEST = "torch_best"
 """The peer of lines of JAX, measured alternating with PyTorch: its name is in case.peer_is."""
 TITLES = {"ep": "### One grouped GEMM", "ep_layer": "### The whole layer"}

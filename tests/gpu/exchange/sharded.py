@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.routing.plan import padded_rows
-from mxep.jax_frontend import MoEConfig, MXArray, RouterConfig, moe, ops, swiglu
-from mxep.jax_frontend.exchange.peer_memory import Transport
+from mxep.jax_frontend import MoEConfig, MXArray, PeerMemory, RouterConfig, moe, ops, swiglu
 from mxep.jax_frontend.ops import device
 from mxep.jax_frontend.ops.split import WHOLE_DIMS
 
@@ -114,6 +113,7 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
     """Three layers in a scan, skewed routing, three runs each; on GPUs also words of 4 and 16 bytes, MXFP8 and bf16.
     The device drives the exchange of the first case on two Hopper GPUs."""
     mesh, tokens = mesh_of(devices, kind), P("expert")
+    memory = PeerMemory(mesh, "expert")
     cases = (512, 2048, "mxfp8", "swiglu"), (DIM, 256, "mxfp8", "combine"), (DIM, 256, "bf16", "combine")
     for dim, hidden, recipe, prob_in in cases if devices[0].platform == "gpu" else cases[-1:]:
         params = moe.init(jax.random.key(0), replace(CONFIG, dim=dim, hidden_dim=hidden))
@@ -122,7 +122,7 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
         x = jax.random.normal(jax.random.key(1), (ROWS, dim), jnp.bfloat16)
         placed = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, moe.specs(CONFIG))
         arrays, results = (placed, jax.device_put(x, NamedSharding(mesh, tokens))), []
-        for transport in get_args(Transport):
+        for transport in (None, memory):
             router = replace(CONFIG.router, prob_in=prob_in)
             config = replace(CONFIG, dim=dim, hidden_dim=hidden, recipe=recipe, router=router, transport=transport)
             layer = partial(moe.sharded_apply, config=config, tokens=tokens, mesh=mesh)
@@ -132,7 +132,7 @@ def peer_memory_has_the_bytes_of_the_all_to_all(devices: Devices, kind: AxisType
                 return (y.astype(jnp.float32) ** 2).mean() + stats.aux_loss.sum(), y
 
             program = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-            drives = dim == 512 and transport == "peer_memory" and len(devices) > 1 and device.arch() == "sm_90"
+            drives = dim == 512 and transport is not None and len(devices) > 1 and device.arch() == "sm_90"
             assert drives == ("exchange_program" in program.lower(*arrays).as_text())
             results += [program(*arrays) for _ in range(3)]
         want = jax.tree.leaves(results[0])
@@ -145,10 +145,11 @@ def rounds_have_the_bytes_of_one_round(devices: Devices, kind: AxisType) -> None
     """Two layers in a scan: y and the gradients of x and of the router; an expert may be split over rounds. On GPUs the
     device drives the rounds of the first case, as above."""
     mesh, tokens, rows = mesh_of(devices, kind), P("expert"), 16 * ROWS
+    memory = PeerMemory(mesh, "expert")
     cases = (512, 2048, "mxfp8", "swiglu"), (DIM, 256, "bf16", "swiglu"), (DIM, 256, "mxfp8", "combine")
     for dim, hidden, recipe, prob_in in cases if devices[0].platform == "gpu" else cases[1:]:
         router = replace(CONFIG.router, prob_in=prob_in)
-        config = replace(CONFIG, dim=dim, hidden_dim=hidden, recipe=recipe, router=router, transport="peer_memory")
+        config = replace(CONFIG, dim=dim, hidden_dim=hidden, recipe=recipe, router=router, transport=memory)
         params = moe.init(jax.random.key(0), config)
         params["experts"] = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params["experts"])
         placed = jax.tree.map(lambda p, of: jax.device_put(p, NamedSharding(mesh, of)), params, moe.specs(config))

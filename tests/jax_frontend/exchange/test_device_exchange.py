@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep import cpp_bindings
 from mxep.core_kernels.formats import BLOCK
@@ -20,7 +20,7 @@ from mxep.core_kernels.peer.programs.writer import Sizes
 from mxep.core_kernels.policy.recipe import Recipe
 from mxep.core_kernels.registry import OPS
 from mxep.core_kernels.routing.plan import padded_rows
-from mxep.jax_frontend import MoEConfig, RouterConfig, lower_for, moe
+from mxep.jax_frontend import MoEConfig, PeerMemory, RouterConfig, lower_for, moe
 from mxep.jax_frontend.exchange import device_exchange
 from mxep.jax_frontend.layer import moe_layer
 
@@ -47,10 +47,11 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return switch
 
 
-def config_of(ranks: int, **options: Any) -> MoEConfig:
+def config_of(mesh: Mesh, **options: Any) -> MoEConfig:
     recipe = Recipe.parse("mxfp8", compute="fold")
     router = RouterConfig(TOP_K, prob_in="swiglu")
-    return MoEConfig(DIM, HIDDEN, 2 * ranks, router, recipe=recipe, transport="peer_memory", **options)
+    memory = PeerMemory(mesh, "expert")
+    return MoEConfig(DIM, HIDDEN, 2 * memory.ranks, router, recipe=recipe, transport=memory, **options)
 
 
 def params_of(config: MoEConfig) -> Any:
@@ -73,8 +74,9 @@ def loss(params: Any, x: jax.Array, layer: Any) -> Any:
 )
 def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_overflow: Any, again: bool) -> None:
     """y, statistics and all gradients; a capacity below the mean has several rounds, or loses some rows."""
-    config = config_of(ranks, capacity_factor=factor, on_overflow=on_overflow)
-    mesh, params, results = mesh_of((ranks,), ("expert",)), params_of(config), []
+    mesh = mesh_of((ranks,), ("expert",))
+    config = config_of(mesh, capacity_factor=factor, on_overflow=on_overflow)
+    params, results = params_of(config), []
     x = jax.random.normal(jax.random.key(1), (ranks * TOKENS, DIM), jnp.bfloat16)
     for driven in (False, True):
         everywhere[0] = driven
@@ -92,7 +94,8 @@ def test_the_layer(everywhere: list[bool], ranks: int, factor: float | None, on_
 
 def test_rows_of_fp32_take_the_kernels_of_peers(everywhere: list[bool]) -> None:
     """y has their dtype, which the device's sums of slots do not return."""
-    config, mesh = config_of(2), mesh_of((2,), ("expert",))
+    mesh = mesh_of((2,), ("expert",))
+    config = config_of(mesh)
     layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
     params = params_of(config)
     for dtype, driven in ((jnp.float32, 0), (jnp.bfloat16, 1)):
@@ -104,7 +107,8 @@ def test_rows_of_fp32_take_the_kernels_of_peers(everywhere: list[bool]) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -> None:
     """inside: a shard_map over the experts alone, around which the axis of data is automatic."""
-    config, mesh, results = config_of(2, capacity_factor=FACTOR), mesh_of((2, 2), ("data", "expert")), []
+    mesh, results = mesh_of((2, 2), ("data", "expert")), []
+    config = config_of(mesh, capacity_factor=FACTOR)
     params, x = params_of(config), jax.random.normal(jax.random.key(1), (4 * TOKENS, DIM), jnp.bfloat16)
     for driven in (False, True):
         everywhere[0] = driven
@@ -122,8 +126,8 @@ def test_a_mesh_of_data_and_expert_ranks(everywhere: list[bool], inside: bool) -
 @pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.slow), AxisType.Explicit])
 def test_a_scan_of_recomputed_layers_whose_input_is_donated(everywhere: list[bool], kind: AxisType) -> None:
     """On a mesh of automatic and of explicit axes, in several rounds; x has the type that its layer returns."""
-    config, results, tokens = config_of(2, capacity_factor=FACTOR), [], P(("data", "expert"))
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (kind, kind), devices=jax.devices("cpu")[:4])
+    config, results, tokens = config_of(mesh, capacity_factor=FACTOR), [], P(("data", "expert"))
     params, specs = jax.tree.map(lambda p: jnp.stack([p, p / 2]), params_of(config)), moe.specs(config)
     specs = jax.tree.map(lambda spec: P(None, *spec), specs, is_leaf=lambda spec: isinstance(spec, P))
     params = jax.tree.map(lambda p, spec: jax.device_put(p, NamedSharding(mesh, spec)), params, specs)
@@ -150,7 +154,8 @@ def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     number of chains."""
     monkeypatch.setattr(ffn, "takes_ffn", lambda *sizes: True)
     for on_overflow, number in (("nan", 2), ("rounds", 5)):
-        config, mesh = config_of(2, on_overflow=on_overflow), mesh_of((2,), ("expert",))
+        mesh = mesh_of((2,), ("expert",))
+        config = config_of(mesh, on_overflow=on_overflow)
         params, x = params_of(config), jnp.ones((2 * TOKENS, DIM), jnp.bfloat16)
         layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
         with lower_for("sm_90"):
@@ -163,7 +168,7 @@ def test_the_program_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_numbers_of_a_program() -> None:
     """`encode` has every array, and a step's arrays by their number."""
     sizes = Sizes(0, 2, 4, 256, DIM, 2048, TOP_K, "bfloat16", 0, (1.0, 0.0, 0.0))
-    static = device_exchange.Static("expert", sizes, 96, True)
+    static = device_exchange.Static(PeerMemory(mesh_of((2,), ("expert",)), "expert"), sizes, 96, True)
     program, table = static.program, (*OPS, *programs.EXCHANGE_OPS)
     numbers = programs.encode(program, static.inputs, static.outputs, table)
     assert numbers[0] == len(program.arrays)

@@ -1,8 +1,9 @@
-"""transport="peer_memory" has the same bytes as the all-to-all, here by the definition, an all-gather of the rows. The
-program for a GPU reads rows through the kernels of peers alone."""
+"""transport=PeerMemory(...) has the same bytes as the all-to-all, here by the definition, an all-gather of the rows.
+The program for a GPU reads rows through the kernels of peers alone."""
 
 import re
 from collections import Counter
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.routing.plan import padded_rows
 from mxep.jax_frontend import (
     MoEConfig,
+    PeerMemory,
     RouterConfig,
     TokenReplicas,
     combine,
@@ -46,7 +48,7 @@ from .test_replicas import TOKENS, cases_of, run
 def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bool) -> None:
     """y, dx and dprobs, the probabilities in the groups, and the bytes of the groups."""
     cases = cases_of(routing, ranks)
-    want, got = (run(cases, name, weighted, None, transport=t) for t in ("all_to_all", "peer_memory"))
+    want, got = (run(cases, name, weighted, None, peers=peers) for peers in (False, True))
     for a, b in zip(got, want, strict=True):
         same_bytes(a, b)
 
@@ -60,7 +62,7 @@ def test_the_layer_on_a_mesh_of_data_and_expert_ranks(recipe: str, prob_in: Any)
     """y, statistics and gradients under remat; the ranks of an expert axis read from their own group alone."""
     mesh, results = mesh_of((2, 2), ("data", "expert")), []
     x = jax.random.normal(jax.random.key(1), (4 * TOKENS, 32), jnp.bfloat16)
-    for transport in ("all_to_all", "peer_memory"):
+    for transport in (None, PeerMemory(mesh, "expert")):
         router = RouterConfig(top_k=3, prob_in=prob_in)
         config = MoEConfig(32, 32, num_experts=4, router=router, recipe=recipe, transport=transport)
         layer = partial(moe.sharded_apply, config=config, tokens=P(("data", "expert")), mesh=mesh)
@@ -89,8 +91,8 @@ def test_a_rank_of_one_expert_has_room_for_a_row_of_each_token(recipe: str) -> N
         groups, _, route = dispatch(tokens, counts, recipe=recipe, axis_name=axis, transport=transport)
         return combine(groups if recipe == "bf16" else groups.dequantize(), route), groups
 
-    want = layer(x, experts, None, False, "all_to_all")[0]
-    for transport in ("all_to_all", "peer_memory"):
+    want = layer(x, experts, None, False, None)[0]
+    for transport in (None, PeerMemory(mesh, "ep")):
         rows = []
         for distinct in (False, True):
             of_rank = partial(layer, axis="ep", distinct=distinct, transport=transport)
@@ -104,8 +106,10 @@ def test_a_full_rank_drops_the_last_rows() -> None:
     """Rows of rank 0, then of rank 1; with "drop" results and gradients of dropped rows are zeros; they are counted."""
     mesh, x = mesh_of((2,), ("ep",)), jnp.ones((16, 32))
 
+    memory = PeerMemory(mesh, "ep")
+
     def of_rank(x: jax.Array, counts: jax.Array, factor: float | None) -> Any:
-        options = {"recipe": "bf16", "axis_name": "ep", "capacity_factor": factor, "transport": "peer_memory"}
+        options = {"recipe": "bf16", "axis_name": "ep", "capacity_factor": factor, "transport": memory}
         groups, sizes, route = dispatch(x, counts, **options, on_overflow="drop")
         return combine(groups, route)[:, 0], (sizes, route.overflow[None])
 
@@ -128,7 +132,7 @@ def test_the_program_for_gpus(rounds: bool) -> None:
     """Six calls of peers read rows, and ten for later rounds; collectives send counts and orders, at most 4 bytes a
     row, once."""
     mesh = mesh_of((2,), ("expert",))
-    options: dict[str, Any] = {"transport": "peer_memory", "on_overflow": "rounds" if rounds else "nan"}
+    options: dict[str, Any] = {"transport": PeerMemory(mesh, "expert"), "on_overflow": "rounds" if rounds else "nan"}
     config = MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), **options)
     params, x = moe.init(jax.random.key(0), config, jnp.bfloat16), jnp.ones((2 * TOKENS, 64), jnp.bfloat16)
 
@@ -149,47 +153,70 @@ def test_the_program_for_gpus(rounds: bool) -> None:
 
 
 def test_refused() -> None:
-    with pytest.raises(ValueError, match=r"transport: got 'wire'; allowed: 'all_to_all', 'peer_memory'"):
-        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity_factor=1, transport="wire")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'dispatch'; allowed: None with transport='peer"):
-        MoEConfig(32, 64, num_experts=4, router=RouterConfig(top_k=2), deduplicate="dispatch", transport="peer_memory")
     mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    memory, router = PeerMemory(mesh, "expert"), RouterConfig(top_k=2)
+    with pytest.raises(TypeError, match=r"dispatch: transport: got str; allowed: PeerMemory or NoneType"):
+        dispatch(jnp.ones((3, 32)), jnp.array([2, 1]), axis_name=None, capacity_factor=1, transport="wire")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"MoEConfig: deduplicate: got 'dispatch'; allowed: None with transport=Peer"):
+        MoEConfig(32, 64, num_experts=4, router=router, deduplicate="dispatch", transport=memory)
+    with pytest.raises(ValueError, match=r"PeerMemory: axis_name: got 'ep'; allowed: axes of the mesh, \('data', 'exp"):
+        PeerMemory(mesh, "ep")
+    with pytest.raises(ValueError, match="PeerMemory: timeout: got 0:00:00; allowed: a millisecond or more"):
+        PeerMemory(mesh, "expert", timeout=timedelta())
 
     def part(x: jax.Array, function: Any) -> Any:
         axes = {"mesh": mesh, "in_specs": P("expert"), "out_specs": P("expert"), "axis_names": {"expert"}}
         return jax.jit(jax.shard_map(function, **axes))(x)
 
-    index, probs = jnp.arange(4, dtype=jnp.int32), jnp.ones((4, 1))
-    with pytest.raises(NotImplementedError, match=r"axes: got \('data',\) outside of shard_map; allowed: a shard_map"):
-        part(jnp.ones((8, 2)), lambda x: gather_rows(x, index, index, across="expert"))
-    with pytest.raises(ValueError, match="weighted_combine: across: got 'expert'; allowed: None with probs"):
-        part(jnp.ones((8, 2)), lambda x: weighted_combine(x, probs, index[:, None], index, across="expert"))
+    index, probs, rows = jnp.arange(4, dtype=jnp.int32), jnp.ones((4, 1)), jnp.ones((8, 2))
+    with pytest.raises(ValueError, match=r"weighted_combine: across: got PeerMemory.*; allowed: None with probs"):
+        part(rows, lambda x: weighted_combine(x, probs, index[:, None], index, across=memory))
+    other = PeerMemory(mesh_of((2, 1), ("data", "expert")), "data")
+    with pytest.raises(ValueError, match="across: got 'data'; allowed: a mesh axis"):
+        part(rows, lambda x: gather_rows(x, index, index, across=other))
+    other = PeerMemory(mesh_of((2,), ("expert",)), "expert")
+    with pytest.raises(
+        ValueError, match=r"PeerMemory: got of a mesh with axes {'expert': 2}; allowed: one of this mesh"
+    ):
+        part(rows, lambda x: gather_rows(x, index, index, across=other))
+    config = MoEConfig(64, 64, num_experts=4, router=router, transport=memory)
+    layer = partial(moe.sharded_apply, config=config, tokens=P("data"), mesh=mesh, expert_axis="data")
+    with pytest.raises(ValueError, match=r"transport: got PeerMemory.*; allowed: a PeerMemory along axis_name=.'data'"):
+        jax.eval_shape(layer, moe.init(jax.random.key(0), config), jnp.ones((8, 64)))
 
 
-def test_several_processes_are_refused_where_the_layer_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of GPUs; the definition of a CPU runs in several."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    config, mesh = (
-        MoEConfig(64, 64, num_experts=4, router=RouterConfig(top_k=2), transport="peer_memory"),
-        mesh_of((2,), ("expert",)),
-    )
-    params = moe.init(jax.random.key(0), config)
-    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
-    allowed = "allowed: one process with all GPUs of the mesh, or transport='all_to_all'"
-    with lower_for("sm_90"), pytest.raises(NotImplementedError, match=f"peers: processes: got 2; {allowed}"):
-        jax.eval_shape(layer, params, jnp.ones((8, 64)))
-    assert jax.eval_shape(layer, params, jnp.ones((8, 64)))[0].shape == (8, 64)
+def test_rows_of_a_part_of_the_mesh() -> None:
+    """Inside of a shard_map over the experts alone, around which the axis of data is automatic."""
+    mesh = jax.make_mesh((2, 2), ("data", "expert"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    memory, x = PeerMemory(mesh, "expert"), jnp.arange(8, dtype=jnp.float32).reshape(8, 1)
+    back = jnp.arange(8, dtype=jnp.int32)[::-1]
+
+    def reverse(x: jax.Array) -> jax.Array:
+        here = jax.lax.axis_index("expert") * 4 + jnp.arange(4)
+        return gather_rows(x, back[here], back[here], across=memory)
+
+    axes = {"mesh": mesh, "in_specs": P("expert"), "out_specs": P("expert"), "axis_names": {"expert"}}
+    assert jax.jit(jax.shard_map(reverse, **axes))(x)[:, 0].tolist() == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
+def test_groups_of_devices() -> None:
+    """The devices that differ along the axes alone, by rank: the first axis named varies slowest."""
+    mesh = mesh_of((2, 1, 2), ("a", "b", "c"))
+    assert PeerMemory(mesh, "a").groups.tolist() == [[0, 2], [1, 3]]
+    assert PeerMemory(mesh, ("c", "a")).groups.tolist() == [[0, 2, 1, 3]]
+    assert PeerMemory(mesh, ("b", "c")).groups.tolist() == [[0, 1], [2, 3]]
 
 
 def test_maps_across_ranks() -> None:
     """Rows go to the next rank, and gradients back, by public functions."""
     mesh = mesh_of((4,), ("ep",))
+    memory = PeerMemory(mesh, "ep")
 
     def around(x: jax.Array) -> jax.Array:
         rank, row = jax.lax.axis_index("ep"), jnp.arange(2, dtype=jnp.int32)
         to, back = (rank + 1) % 4 * 2 + row, (rank - 1) % 4 * 2 + row
-        y = gather_rows(x, to, back, across="ep") * (rank + 1)
-        return y + spread_rows(x, to, back, 1, across="ep")
+        y = gather_rows(x, to, back, across=memory) * (rank + 1)
+        return y + spread_rows(x, to, back, 1, across=memory)
 
     program = jax.jit(jax.shard_map(around, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
     x = jnp.arange(8, dtype=jnp.float32).reshape(8, 1)

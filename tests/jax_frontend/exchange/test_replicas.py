@@ -15,6 +15,7 @@ from mxep.core_kernels.policy.deduplicate import CHOICES, Deduplicate
 from mxep.jax_frontend import (
     MoEConfig,
     MXArray,
+    PeerMemory,
     RouterConfig,
     TokenReplicas,
     combine,
@@ -25,7 +26,6 @@ from mxep.jax_frontend import (
     save_mx_rows,
     sort_by_expert,
 )
-from mxep.jax_frontend.exchange.peer_memory import Transport
 
 from ...compare import same_bytes
 from ...replicas import LOCAL, RUNS, TOP_K, Case, case, expected
@@ -64,9 +64,11 @@ def joined(arrays: Any) -> np.ndarray:
 
 @cache
 def program(
-    ranks: int, name: str, weighted: bool, how: Deduplicate, factor: float | None, transport: Transport
+    ranks: int, name: str, weighted: bool, how: Deduplicate, factor: float | None, peers: bool
 ) -> Callable[..., Any]:
-    """Compiled for all routings."""
+    """Compiled for all routings. peers: by PeerMemory."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
+    memory = PeerMemory(mesh, "ep")
 
     def of_a_rank(
         factors: jax.Array, x: jax.Array, experts: jax.Array, probs: jax.Array, dy: jax.Array
@@ -74,7 +76,7 @@ def program(
         def layer(x: jax.Array, probs: jax.Array) -> tuple[jax.Array, Any]:
             order, inverse, counts = sort_by_expert(experts, LOCAL * ranks)
             tokens, options = TokenReplicas(x, order, inverse, TOP_K), {"recipe": RUNS[name], "capacity_factor": factor}
-            options |= {"transport": transport, "on_overflow": "drop"}
+            options |= {"transport": memory if peers else None, "on_overflow": "drop"}
             groups, _, route = dispatch(tokens, counts, axis_name="ep", deduplicate=how, **options)
             row = jnp.arange(groups.shape[0])[:, None]
             local = jnp.minimum((row >= route.group_ends).sum(1), LOCAL - 1)
@@ -86,7 +88,6 @@ def program(
         bytes_of = (groups.q, groups.sf) if isinstance(groups, MXArray) else groups
         return y, *backward(dy), inside, bytes_of
 
-    mesh = Mesh(np.array(jax.devices("cpu")[:ranks]), ("ep",))
     return jax.jit(jax.shard_map(of_a_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
 
 
@@ -96,11 +97,11 @@ def run(
     weighted: bool,
     how: Deduplicate,
     factor: float | None = None,
-    transport: Transport = "all_to_all",
+    peers: bool = False,
 ) -> list[np.ndarray]:
     """y, dx and dprobs of all ranks; the probabilities in the groups; the groups, or their bytes."""
     of_ranks = (jnp.asarray(joined(getattr(c, n) for c in cases)) for n in ("x", "experts", "probs", "dy"))
-    compiled = program(len(cases), name, weighted, how, factor, transport)
+    compiled = program(len(cases), name, weighted, how, factor, peers)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(compiled(jnp.asarray(cases[0].factors), *of_ranks))]
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.formats import BLOCK
 from mxep.core_kernels.policy.rounds import list_rounds
 from mxep.core_kernels.routing.plan import padded_rows
-from mxep.jax_frontend import MoEConfig, RouterConfig, moe, quantize_weights
+from mxep.jax_frontend import MoEConfig, PeerMemory, RouterConfig, moe, quantize_weights
 from mxep.jax_frontend.exchange.rounds import take_rows
 
 from ...compare import same_bytes, sqnr_db
@@ -79,11 +79,11 @@ def rounds_of_experts(counts: np.ndarray, ranks: int, capacity: int) -> tuple[in
 )
 def test_no_row_is_lost(ranks: int, recipe: str, prob_in: Any, bias: bool) -> None:
     """The bytes of y and of the gradients of x, of the weights of the rows and of all experts that are not split."""
-    programs = []
+    programs, mesh = [], mesh_of((ranks,), ("expert",))
     config = partial(MoEConfig, DIM, HIDDEN, LOCAL * ranks, RouterConfig(TOP_K, prob_in=prob_in), recipe=recipe)
     for options in ENOUGH_OR_ROUNDS:
-        of_layer = config(bias=bias, transport="peer_memory", **options)
-        layer = partial(moe.sharded_apply, config=of_layer, tokens=P("expert"), mesh=mesh_of((ranks,), ("expert",)))
+        of_layer = config(bias=bias, transport=PeerMemory(mesh, "expert"), **options)
+        layer = partial(moe.sharded_apply, config=of_layer, tokens=P("expert"), mesh=mesh)
 
         def results(params: Any, x: Any, probs: Any, dy: Any, ids: Any, layer: Any = layer) -> Any:
             run = lambda params, x, probs: layer(params, x, experts=ids, weights=probs)  # noqa: E731
@@ -112,8 +112,9 @@ def test_no_row_is_lost(ranks: int, recipe: str, prob_in: Any, bias: bool) -> No
 
 def test_a_scan_of_layers_saves_no_copy_of_the_weights() -> None:
     """The backward of later rounds reads the argument of the scan."""
-    config = MoEConfig(DIM, HIDDEN, LOCAL * 2, RouterConfig(TOP_K), transport="peer_memory")
-    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh_of((2,), ("expert",)))
+    mesh = mesh_of((2,), ("expert",))
+    config = MoEConfig(DIM, HIDDEN, LOCAL * 2, RouterConfig(TOP_K), transport=PeerMemory(mesh, "expert"))
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), mesh=mesh)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         y, _ = jax.lax.scan(lambda x, params: (x + layer(params, x)[0], None), x, params)
@@ -137,7 +138,8 @@ def test_other_weights(kind: str) -> None:
     ranks, results = 2, []
     names = ("tensor", "expert") if kind == "tensor" else ("expert",)
     mesh, tensor = mesh_of((2,) * len(names), names), "tensor" if kind == "tensor" else None
-    config = partial(MoEConfig, DIM, 2 * HIDDEN, LOCAL * ranks, RouterConfig(TOP_K), transport="peer_memory")
+    memory = PeerMemory(mesh, "expert")
+    config = partial(MoEConfig, DIM, 2 * HIDDEN, LOCAL * ranks, RouterConfig(TOP_K), transport=memory)
     ids, x = routed("one rank", ranks), jax.random.normal(jax.random.key(1), (ranks * TOKENS, DIM), jnp.bfloat16)
     params = moe.init(jax.random.key(0), config(), jnp.bfloat16)
     probs = jax.random.uniform(jax.random.key(3), (ranks * TOKENS, TOP_K))

@@ -1,6 +1,7 @@
 """A call of every public function and op of the JAX frontend that returns. To import this file compiles programs."""
 
 import inspect
+from datetime import timedelta
 from typing import Any
 
 import jax
@@ -39,6 +40,7 @@ BLOCKED = ops.block_scales(SF, ENDS)
 CONFIG = MoEConfig(K, F, num_experts=G, router=RouterConfig(top_k=1))
 PARAMS = {"router": normal(G, K, dtype="float32"), "experts": {"w1": W1, "w3": W1, "w2": W2}}
 MESH = jax.make_mesh((1, 1), ("data", "expert"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:1])
+MEMORY = mxep.PeerMemory(MESH, "expert")
 HELD = mxep.quantize_weights(W)
 SCALES = {"rounding": "rceil", "satfinite": False}
 GLU = {"gate": GATE, "up": GATE, "prob": PROB}
@@ -73,9 +75,10 @@ CALLS: dict[str, dict[str, Any]] = {
         "bias": False,
         "activation": mxep.SwiGLU(),
         "deduplicate": "dispatch",
-        "transport": "all_to_all",
+        "transport": None,
         "on_overflow": "drop",
     },
+    "PeerMemory": {"mesh": MESH, "axis_name": "expert", "timeout": timedelta(minutes=1)},
     "QuantizedWeights.with_values": {"values": W},
     "a2a_combine_hp_fwd_mxfp8_bwd": {
         "input": X,
@@ -105,7 +108,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "axis_name": None,
         "capacity_factor": 1.5,
         "deduplicate": None,
-        "transport": "peer_memory",
+        "transport": MEMORY,
         "on_overflow": "nan",
     },
     "dispatch_probs": {"probs": TOKEN_PROBS, "route": ROUTE},

@@ -66,7 +66,7 @@ PUBLIC: Rows = (
     ),
     ("capabilities.platform force_implementation.implementation combine.out_dtype weighted_combine.out_dtype", NONE),
     ("moe.sharded_apply.expert_axis moe.sharded_apply.fsdp_axis ragged_dot_mxfp8.preferred_element_type", NONE),
-    ("MoEConfig.deduplicate MoEConfig.on_overflow", NONE),
+    ("MoEConfig.deduplicate MoEConfig.on_overflow MoEConfig.transport dispatch.transport", NONE),
     ("moe.specs.*_axis", may("the name of any axis", "'int32'", "'complex64'", "type str"), ALONE),
     ("combine.probs grouped_swiglu_ffn.prob route.selection_bias swiglu.prob weighted_combine.probs", NUMBERS, NONE),
     ("dispatch_probs.probs moe.apply.weights swiglu.gate swiglu.up update_selection_bias.selection_bias", NUMBERS),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, moe
+from mxep.jax_frontend import MoEConfig, PeerMemory, moe
 
 from ...compare import same_bytes, sqnr_db
 from ...layer_options import layer_options
@@ -22,6 +22,7 @@ RNG = np.random.default_rng(0)
 TWICE = np.array([RNG.permutation([*RNG.choice([0, 1, 4, 5], 2, replace=False)] * 2)[:3] for _ in range(TOKENS)])
 APART = TWICE + 2 * np.array([[e in row[:k] for k, e in enumerate(row)] for row in TWICE.tolist()])
 """Of three experts one comes twice; the second time its copy."""
+MESH = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
 WEIGHTS = normal(*TWICE.shape, seed=2, dtype="float32")
 
 
@@ -34,8 +35,7 @@ def run(config: MoEConfig) -> list[dict[str, Any]]:
         params = {"router": drawn["router"], "experts": experts}
         return moe.apply(params, x, config, experts=chosen, weights=weights, axis_name="ep")[0]
 
-    mesh = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
-    layer = jax.shard_map(of_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"))
+    layer = jax.shard_map(of_rank, mesh=MESH, in_specs=P("ep"), out_specs=P("ep"))
 
     @jax.jit
     def program(experts: Any, x: jax.Array, weights: jax.Array, chosen: jax.Array) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def run(config: MoEConfig) -> list[dict[str, Any]]:
         ({"recipe": "mxfp8"}, 105),
         ({"recipe": "mxfp8_wgrad_with_hp", "deduplicate": "dispatch"}, 130),
         ({"recipe": "mxfp8_wgrad_with_hp", "deduplicate": "both"}, 130),
-        ({"recipe": "mxfp8_wgrad_with_hp", "transport": "peer_memory"}, 130),
+        ({"recipe": "mxfp8_wgrad_with_hp", "transport": PeerMemory(MESH, "ep")}, 130),
     ],
     ids=str,
 )

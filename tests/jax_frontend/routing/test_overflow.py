@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MoEConfig, combine, dispatch, dispatch_probs, moe
+from mxep.jax_frontend import MoEConfig, PeerMemory, combine, dispatch, dispatch_probs, moe
 
 from ...compare import same_bytes
 from ...layer_options import layer_options
@@ -19,6 +19,7 @@ RANKS, TOKENS, DIM, EXPERTS, TOP_K, CAPACITY = 2, 24, 32, 8, 3, 32
 LOCAL = EXPERTS // RANKS
 FACTOR = CAPACITY * RANKS / (TOKENS * TOP_K)  # 32 rows from each rank to each
 MESH = Mesh(np.array(jax.devices("cpu")[:RANKS]), ("ep",))
+MEMORY = PeerMemory(MESH, "ep")
 X, DY = (normal(RANKS * TOKENS, DIM, seed=seed, dtype="float32") for seed in (0, 1))
 RNG = np.random.default_rng(0)
 CHOSEN = np.array([RNG.choice(EXPERTS, TOP_K, replace=False, p=np.arange(1, 9) / 36) for _ in X], np.int32)
@@ -68,23 +69,24 @@ def run(layer_config: MoEConfig) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "deduplicate", "recipe", "prob_in"),
+    ("peers", "deduplicate", "recipe", "prob_in"),
     [
-        ("all_to_all", None, "mxfp8", "swiglu"),
-        ("all_to_all", None, "bf16", "input"),
-        ("all_to_all", "dispatch", "mxfp8", "swiglu"),
-        ("all_to_all", "both", "mxfp8_wgrad_with_hp", "combine"),
-        ("peer_memory", None, "bf16", "combine"),
+        (False, None, "mxfp8", "swiglu"),
+        (False, None, "bf16", "input"),
+        (False, "dispatch", "mxfp8", "swiglu"),
+        (False, "both", "mxfp8_wgrad_with_hp", "combine"),
+        (True, None, "bf16", "combine"),
     ],
 )
-def test_the_tokens_that_lose_a_row_are_nan(transport: Any, deduplicate: Any, recipe: str, prob_in: Any) -> None:
+def test_the_tokens_that_lose_a_row_are_nan(peers: bool, deduplicate: Any, recipe: str, prob_in: Any) -> None:
     """So are their gradients and the gradients of the lost rows' weights. The experts' gradients for a dy without NaN
     equal the gradients with "drop"."""
-    options = {"transport": transport, "deduplicate": deduplicate, "recipe": recipe, "prob_in": prob_in}
+    options = {"deduplicate": deduplicate, "recipe": recipe, "prob_in": prob_in}
+    options |= {"transport": MEMORY if peers else None}
     # "dispatch" has the bytes of None: test_replicas.py
     enough = run(config(**options | {"deduplicate": None if deduplicate == "dispatch" else deduplicate}))
     nan, drop = (run(config(**options, capacity_factor=FACTOR, on_overflow=how)) for how in ("nan", "drop"))
-    lost = lost_slots(transport == "peer_memory")
+    lost = lost_slots(peers)
     of_token = np.asarray(lost.any(1))
     assert (enough["overflow"], nan["overflow"], drop["overflow"]) == (0, lost.sum(), lost.sum())
     assert 0 < of_token.sum() < of_token.size
@@ -118,11 +120,11 @@ def test_a_training_step_that_loses_a_row_is_loud() -> None:
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((value, grads)))
 
 
-@pytest.mark.parametrize("transport", ["all_to_all", "peer_memory"])
-def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
+@pytest.mark.parametrize("peers", [False, True])
+def test_rows_of_no_expert_are_not_lost(peers: bool) -> None:
     """Rows past the sum of the counts are zeros, as with enough capacity. Two ranks with 3 and 5 of 6 rows."""
     counts, x = jnp.array([[1, 2], [3, 2]]), jnp.ones((12, 32))
-    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("ep",))
+    transport = MEMORY if peers else None
 
     def of_rank(x: jax.Array, counts: jax.Array) -> Any:
         options = {"axis_name": "ep", "capacity_factor": 2 / 3, "transport": transport, "recipe": "bf16"}
@@ -130,11 +132,10 @@ def test_rows_of_no_expert_are_not_lost(transport: Any) -> None:
         assert isinstance(groups, jax.Array)
         return combine(groups, route)[:, 0], route.overflow[None]
 
-    y, overflow = jax.jit(jax.shard_map(of_rank, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))(x, counts)
+    y, overflow = jax.jit(jax.shard_map(of_rank, mesh=MESH, in_specs=P("ep"), out_specs=P("ep")))(x, counts)
     nan = float("nan")
-    want = {"all_to_all": [1, 1, 1, 0, 0, 0, 1, 1, nan, 1, 1, 0], "peer_memory": [1, 1, 1, 0, 0, 0] + [1] * 5 + [0]}
-    np.testing.assert_array_equal(y, want[transport])
-    assert overflow.tolist() == ([0, 1] if transport == "all_to_all" else [0, 0])
+    np.testing.assert_array_equal(y, [1, 1, 1, 0, 0, 0, 1, 1, 1 if peers else nan, 1, 1, 0])
+    assert overflow.tolist() == [0, 0 if peers else 1]
 
 
 def test_room_for_all_rows_compares_nothing() -> None:
@@ -176,7 +177,7 @@ def test_a_bad_factor_is_named(error: Any, factor: Any, got: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(ValueError, match=r"MoEConfig: on_overflow: got 'raise'; allowed: 'rounds', 'nan', 'drop'"):
         config(on_overflow="raise")
-    allowed = "allowed: 'nan', 'drop' or None with transport='all_to_all'"
+    allowed = "allowed: 'nan', 'drop' or None with transport=None"
     with pytest.raises(ValueError, match=f"MoEConfig: on_overflow: got 'rounds'; {allowed}"):
         config(on_overflow="rounds")
     with pytest.raises(ValueError, match=r"dispatch: on_overflow: got None; allowed: 'nan', 'drop'"):

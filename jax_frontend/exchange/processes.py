@@ -1,0 +1,147 @@
+"""The memory of the GPUs of other processes of a host, which this process maps.
+
+    region of each GPU --file descriptor, over a socket--> every other process --map--> addresses there
+
+XLA allocates the memory of a GPU in one region. An address of another process is this process's address of its region
+and the same offset: a shift.
+"""
+
+import os
+import socket
+import uuid
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.multihost_utils import process_allgather
+from jax.sharding import Mesh
+
+from ... import cpp_bindings
+from ...core_kernels.launch import fail
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Device(NamedTuple):
+    """A device of a mesh. ordinal: the number of its GPU in this process, or -1. box: the address of its row of the
+    boxes, here. shift: added to an address of its process. memory: first address and bytes of its region, of a GPU of
+    this process; no bytes where all processes are this one."""
+
+    ordinal: int
+    box: int
+    shift: int
+    memory: tuple[int, int]
+
+
+class Shared(NamedTuple):
+    """number: the same in all processes. devices: of the mesh, in its order. regions: keep the memory mapped."""
+
+    number: int
+    devices: list[Device]
+    regions: list[Any]
+
+
+class Told(NamedTuple):
+    """What a process tells the others of one of its devices: int64 numbers. index: on the mesh."""
+
+    process: int
+    number: int
+    index: int
+    box: int
+    base: int
+    nbytes: int
+
+
+def share_memory(op: str, mesh: Mesh, boxes: jax.Array, number: int, limit_ms: int) -> Shared:
+    """The devices of a mesh; with several processes a collective of all of them. boxes: a row per device.
+
+    Raises:
+        ValueError: For processes on several hosts, or a mesh without some process.
+    """
+    addresses = {s.index[0].start or 0: s.data.unsafe_buffer_pointer() for s in boxes.addressable_shards}
+    ordinals = {i: _ordinal(mesh.devices.flat[i]) for i in addresses}
+    processes = {d.process_index for d in mesh.devices.flat}
+    if processes == {jax.process_index()}:
+        return Shared(number, [Device(ordinals[i], addresses[i], 0, (0, 0)) for i in range(mesh.size)], [])
+    if len(processes) < jax.process_count():
+        fail(ValueError, op, "mesh", f"devices of {len(processes)} processes", f"allowed: of {jax.process_count()}")
+    found = {i: cpp_bindings.peer_region(address) for i, address in addresses.items()}
+    here = jax.process_index()
+    told = [Told(here, number, i, addresses[i], base, nbytes) for i, (base, nbytes, _) in found.items()]
+    try:
+        of_all, descriptors = _exchange(op, told, [descriptor for *_, descriptor in found.values()], limit_ms)
+        devices, regions = {}, []
+        for one, descriptor in zip(of_all, descriptors, strict=True):
+            if one.process == here:
+                devices[one.index] = Device(ordinals[one.index], one.box, 0, (one.base, one.nbytes))
+                continue
+            regions.append(cpp_bindings.MappedRegion(descriptor, one.nbytes, sorted(set(ordinals.values()))))
+            shift = regions[-1].address - one.base
+            devices[one.index] = Device(-1, one.box + shift, shift, (0, 0))
+    finally:
+        for *_, descriptor in found.values():
+            os.close(descriptor)
+    for one, descriptor in zip(of_all, descriptors, strict=True):
+        if one.process != here:
+            os.close(descriptor)
+    return Shared(of_all[0].number, [devices[i] for i in range(mesh.size)], regions)
+
+
+def _ordinal(device: Any) -> int:
+    ordinal = device.local_hardware_id
+    assert ordinal is not None
+    return ordinal
+
+
+def gather_bytes(mine: bytes) -> list[bytes]:
+    """The bytes of all processes, of one length."""
+    return [row.tobytes() for row in process_allgather(np.frombuffer(mine, np.uint8))]
+
+
+def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) -> tuple[list[Told], list[int]]:
+    """What all processes tell of all devices, by process, and a descriptor of each; the own ones are `descriptors`."""
+    name = uuid.uuid4().bytes
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(b"\0mxep-" + name.hex().encode())  # no file: the name ends with the socket
+        server.listen(jax.process_count())
+        host = uuid.UUID(_BOOT.read_text().strip()).bytes
+        # All processes listen when one knows the names.
+        heads = gather_bytes(host + name + len(told).to_bytes(4, "little"))
+        if len({head[:16] for head in heads}) > 1:
+            fail(ValueError, op, "mesh", "processes on several hosts", "allowed: processes of one host; else None")
+        most = max(int.from_bytes(head[32:], "little") for head in heads)
+        rows = np.full((most, len(Told._fields)), -1, np.int64)
+        rows[: len(told)] = np.array(told)
+        tables = [np.frombuffer(raw, np.int64).reshape(rows.shape) for raw in gather_bytes(rows.tobytes())]
+        of_process = [[Told(*map(int, row)) for row in table if row[0] >= 0] for table in tables]
+        names = [b"\0mxep-" + head[16:32].hex().encode() for head in heads]
+        found = _send_and_receive(server, names, descriptors, [len(table) for table in of_process], limit_ms)
+    return [one for table in of_process for one in table], [d for part in found for d in part]
+
+
+def _send_and_receive(
+    server: socket.socket, names: list[bytes], mine: list[int], counts: list[int], limit_ms: int
+) -> list[list[int]]:
+    """The descriptors of each process. Connections wait in the queue of their server until it accepts them."""
+    seconds, here = limit_ms / 1000, jax.process_index()
+    server.settimeout(seconds)
+    peers = {}
+    for process, name in enumerate(names):
+        if process != here:
+            peers[process] = socket.socket(socket.AF_UNIX)
+            peers[process].settimeout(seconds)
+            peers[process].connect(name)
+    for _ in peers:
+        connection, _ = server.accept()
+        with connection:
+            socket.send_fds(connection, [b"mxep"], mine)
+    found = []
+    for process, count in enumerate(counts):
+        if process == here:
+            found.append(mine)
+            continue
+        with peers[process] as peer:
+            _, descriptors, _, _ = socket.recv_fds(peer, 4, count)
+            found.append(list(descriptors))
+    return found

@@ -1,0 +1,109 @@
+"""JAX's exchange in several processes of one host, run by test_processes.py:
+
+    python -m tests.gpu.exchange.processes_of_jax PART PROCESSES
+
+starts the processes, a GPU each. PART: a name of PARTS. On one GPU two processes share it: NCCL refuses that, so
+all-gathers and the bytes of `gather_bytes` go other ways there, and the kernels and the mapped memory are the same.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from mxep.jax_frontend.exchange import device_exchange, peer_exchange, peer_rows, processes
+from mxep.jax_frontend.exchange.peer_memory import PeerMemory
+from mxep.jax_frontend.exchange.peer_rows import Peers
+
+from . import peers_of_jax
+
+LIMIT = timedelta(seconds=5)
+
+
+def dead_rank(memory: PeerMemory) -> None:
+    """The last process ends between two calls; the others end at the limit, with a sentence."""
+    rank = jax.process_index()
+    peers_of_jax.gathers(memory, 96)
+    if rank == jax.process_count() - 1:
+        os._exit(0)
+    try:
+        peers_of_jax.gathers(memory, 96)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"rank {rank} ended: {str(error)[:200]}", flush=True)
+        os._exit(3)
+
+
+PARTS: dict[str, Callable[[PeerMemory], None]] = {**peers_of_jax.PARTS, "dead_rank": dead_rank}
+
+
+def gather_over_store(mine: bytes) -> list[bytes]:
+    """`gather_bytes` through the store of jax.distributed, which needs no GPU."""
+    from jax._src.distributed import global_state
+
+    store: Any = global_state.client
+    gather_over_store.calls = getattr(gather_over_store, "calls", 0) + 1  # type: ignore[attr-defined]
+    key = f"bytes/{gather_over_store.calls}"  # type: ignore[attr-defined]
+    store.key_value_set_bytes(f"{key}/{jax.process_index()}", mine)
+    return [store.blocking_key_value_get_bytes(f"{key}/{i}", 60_000) for i in range(jax.process_count())]
+
+
+def share_one_gpu() -> None:
+    """Without NCCL: the rows of all ranks are read through peer memory."""
+    memories = []
+    make = peers_of_jax.memory_of
+
+    def memory_of(ranks: int, **options: Any) -> PeerMemory:
+        memories.append(make(ranks, **options))
+        return memories[-1]
+
+    def all_ranks(x: jax.Array, across: Any) -> jax.Array:
+        memory, rows = memories[-1], x.reshape(x.shape[0], -1)
+        number = jnp.arange(x.shape[0] * memory.ranks, dtype=jnp.int32)
+        if x.dtype == jnp.uint8:  # the op takes bf16 and fp32, and copies their bits
+            rows = lax.bitcast_convert_type(rows.reshape(*rows.shape[:1], -1, 2), jnp.bfloat16)
+        elif x.dtype == jnp.int32:
+            rows = lax.bitcast_convert_type(rows, jnp.float32)
+        (found,) = Peers(memory).read("permute_rows", rows, number)
+        return lax.bitcast_convert_type(found, x.dtype).reshape(-1, *x.shape[1:])
+
+    peers_of_jax.memory_of = memory_of
+    processes.gather_bytes = gather_over_store
+    for module in (peer_rows, peer_exchange, device_exchange):
+        module.all_ranks = all_ranks  # type: ignore[attr-defined]
+
+
+def run_rank(part: str, count: int, rank: int, port: str, one_gpu: bool) -> None:
+    device = 0 if one_gpu else rank
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, local_device_ids=[device])
+    if one_gpu:
+        share_one_gpu()
+    PARTS[part](peers_of_jax.memory_of(count, timeout=LIMIT))
+    print(f"ran {part} as rank {rank} of {count}", flush=True)
+
+
+def start(part: str, count: int) -> int:
+    """The number of processes that failed. Their output is this process's."""
+    gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(0.8 / count) if gpus < count else "0.75"}
+    command = [sys.executable, "-m", __spec__.name, part, str(count)]
+    started = [
+        subprocess.Popen([*command, str(rank), str(port), str(int(gpus < count))], env=environment)
+        for rank in range(count)
+    ]
+    return sum(process.wait() != 0 for process in started)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3:
+        sys.exit(start(sys.argv[1], int(sys.argv[2])))
+    _part, _count, _rank, _port, _one = sys.argv[1:]
+    run_rank(_part, int(_count), int(_rank), _port, _one == "1")

@@ -1,0 +1,34 @@
+"""Several processes of JAX have the bytes of one, and end when one of them dies: processes_of_jax.py."""
+
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+
+def run(part: str, count: int) -> tuple[int, str]:
+    command = [sys.executable, "-m", "tests.gpu.exchange.processes_of_jax", part, str(count)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return found.returncode, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("part", ["rows", "program"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_bytes(part: str, count: int) -> None:
+    """On one GPU for both processes, or on one each."""
+    if count > 2 and len(jax.devices("gpu")) < count:
+        pytest.skip("four processes need four GPUs")
+    failed, text = run(part, count)
+    assert not failed, text[-3000:]
+    assert text.count(f"ran {part} as rank") == count
+
+
+def test_a_dead_rank_ends_the_others() -> None:
+    begin = time.monotonic()
+    failed, text = run("dead_rank", 2)
+    assert failed == 1, text[-3000:]
+    assert "PeerMemory: rank 0 waited 5.0 s for rank 1 of 2, which did not come" in text, text[-3000:]
+    assert "rank 0 ended" in text
+    assert time.monotonic() - begin < 120
