@@ -30,10 +30,10 @@
 #include "ffi.h"
 #include "find_op.h"
 #include "peer/group/group.h"
+#include "peer/group/regions.h"
 #include "peer/peers.h"
 #include "peer/program.h"
 #include "peer/program_of_peers.h"
-#include "peer/group/regions.h"
 
 namespace nb = nanobind;
 namespace ffi = xla::ffi;

@@ -2,8 +2,8 @@
 //
 //   rows, slots of each rank --meet--> addresses on every GPU | program | meet     (group/group.h)
 //
-// in: packed rows, home, this rank (1,), then inputs of any number. out: slots, numbers, then outputs of any number, the
-// last one the buffer of the arrays with a place. attrs: `encode` of programs/program.py.
+// in: packed rows, home, this rank (1,), then inputs of any number. out: slots, numbers, then outputs of any number,
+// the last one the buffer of the arrays with a place. attrs: `encode` of programs/program.py.
 #pragma once
 
 #include "peer/peers.h"

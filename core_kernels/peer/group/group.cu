@@ -1,6 +1,3 @@
-#include "peer/group/group.h"
-
-#include <algorithm>
 #include <cstdio>
 #include <map>
 #include <mutex>
@@ -9,6 +6,8 @@
 #include <string>
 
 #include "cuda/launch.h"
+#include "peer/group/first_calls.h"
+#include "peer/group/group.h"
 
 namespace mxep::cuda {
 namespace {
@@ -102,11 +101,14 @@ void allow(int device, int peer) {
     check(kOp, status);
 }
 
-// A number of the op and its sizes.
-int64_t call_of(const PeerOp& op, const Array& rows) {
-  int64_t hash = 1;
-  for (const char* c = op.name; *c; ++c) hash = hash * 31 + *c;
-  return (hash * 1000003 + rows.dim(0)) * 1000003 + rows.dim(1);
+// A number of the op, its sizes and its attributes.
+int64_t number_of(const PeerOp& op, const Call& call) {
+  uint64_t hash = 1;
+  const auto add = [&](int64_t value) { hash = hash * 1000003 + static_cast<uint64_t>(value); };
+  for (const char* c = op.name; *c; ++c) add(*c);
+  add(call.in[0].dim(0)), add(call.in[0].dim(1));
+  for (const int64_t value : call.attrs) add(value);
+  return static_cast<int64_t>(hash);
 }
 
 struct Groups {
@@ -129,6 +131,7 @@ struct Group::State {
     cudaStream_t side;
   };
   int64_t number;
+  FirstCalls first_calls;
   std::map<int, OfDevice> devices;
 
   const OfDevice& here(const char* op) const {
@@ -143,8 +146,7 @@ struct Group::State {
 };
 
 Group::Group(int64_t number, const std::vector<Member>& members, std::chrono::milliseconds limit)
-    : state_(std::make_unique<State>()) {
-  state_->number = number;
+    : state_(new State{number, FirstCalls(members.size(), limit), {}}) {
   for (const Member& member : members) {
     const size_t ranks = member.boxes.size();
     if (ranks > kMostPeers || member.shifts.size() != ranks || member.ordinals.size() != ranks || member.rank < 0 ||
@@ -198,22 +200,29 @@ void Group::run(int64_t number, const PeerOp& op, const Call& call, cudaStream_t
   const std::shared_lock lock(groups().mutex);
   const auto group = groups().of.find(number);
   if (group == groups().of.end())
-    throw std::invalid_argument(std::string(op.name) + " of peers: its PeerMemory was deleted; allowed: one that lives");
-  const State::OfDevice& here = group->second->state_->here(op.name);
+    throw std::invalid_argument(std::string(op.name) +
+                                " of peers: its PeerMemory was deleted; allowed: one that lives");
+  State& state = *group->second->state_;
+  const State::OfDevice& here = state.here(op.name);
   const auto address = [&](const Array& array) {
     const auto at = reinterpret_cast<int64_t>(array.data);
     if (here.nbytes && (at < here.begin || at >= here.begin + here.nbytes))
-      throw std::runtime_error(std::string(op.name) +
-                               " of peers: an array is in memory that XLA allocated after PeerMemory was made; allowed: "
-                               "XLA_PYTHON_CLIENT_PREALLOCATE=true, its default");
+      throw std::runtime_error(
+          std::string(op.name) +
+          " of peers: an array is in memory that XLA allocated after PeerMemory was made; allowed: "
+          "XLA_PYTHON_CLIENT_PREALLOCATE=true, its default");
     return at;
   };
   const bool writes = call.out.size() > 1;
-  const Sent mine{address(call.in[0]), address(call.out[0]), writes ? address(call.out[1]) : 0, call_of(op, call.in[0])};
-  const auto* rank = call.in[2].as<const int32_t>();
-  launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, mine, rank);
+  const Sent mine{address(call.in[0]), address(call.out[0]), writes ? address(call.out[1]) : 0, number_of(op, call)};
+  int device;
+  check(op.name, cudaGetDevice(&device));
+  const auto join = [&](int step) { state.first_calls.join(device, mine.call, step); };
+  launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, mine, call.in[2].as<const int32_t>());
+  join(0);
   op.run(call, {here.meeting.boxes[here.meeting.rank]->peers, here.meeting.count, here.side}, stream);
   launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, Sent{0, 0, 0, ~mine.call}, nullptr);
+  join(1);
 }
 
 }  // namespace mxep::cuda

@@ -1,9 +1,8 @@
-#include "peer/group/regions.h"
-
 #include <stdexcept>
 #include <string>
 
 #include "cuda/driver.h"
+#include "peer/group/regions.h"
 
 namespace mxep::cuda {
 namespace {
@@ -20,8 +19,7 @@ void require(CUresult status, const char* what) {
 
 Region region_of(int64_t address) {
   static const auto range = driver_function<decltype(cuMemGetAddressRange)>(kOp, "cuMemGetAddressRange");
-  static const auto retain =
-      driver_function<decltype(cuMemRetainAllocationHandle)>(kOp, "cuMemRetainAllocationHandle");
+  static const auto retain = driver_function<decltype(cuMemRetainAllocationHandle)>(kOp, "cuMemRetainAllocationHandle");
   static const auto release = driver_function<decltype(cuMemRelease)>(kOp, "cuMemRelease");
   static const auto share =
       driver_function<decltype(cuMemExportToShareableHandle)>(kOp, "cuMemExportToShareableHandle");

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from mxep.jax_frontend.exchange import device_exchange, peer_exchange, peer_rows, processes
+from mxep.jax_frontend.exchange import device_exchange, peer_exchange, processes
 from mxep.jax_frontend.exchange.peer_memory import PeerMemory
 from mxep.jax_frontend.exchange.peer_rows import Peers
 
@@ -74,7 +74,7 @@ def share_one_gpu() -> None:
 
     peers_of_jax.memory_of = memory_of
     processes.gather_bytes = gather_over_store
-    for module in (peer_rows, peer_exchange, device_exchange):
+    for module in (peer_exchange, device_exchange):
         module.all_ranks = all_ranks  # type: ignore[attr-defined]
 
 

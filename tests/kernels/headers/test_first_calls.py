@@ -1,0 +1,51 @@
+"""The first calls of core_kernels/peer/group/first_calls.h: no thread passes a step before all have come to it, later
+calls wait for nothing, and a thread that waits in vain gets an error."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+PROGRAM = r"""
+#include "peer/group/first_calls.h"
+#include <atomic>
+#include <cstdio>
+#include <thread>
+#include <vector>
+
+constexpr int kThreads = 5, kCalls = 400, kSteps = 2;
+
+int main() {
+  mxep::FirstCalls all(kThreads, std::chrono::minutes(1));
+  std::atomic<int> come[kCalls][kSteps] = {}, early = 0;
+  std::vector<std::thread> threads;
+  for (int device = 0; device < kThreads; ++device)
+    threads.emplace_back([&, device] {
+      for (int call = 0; call < kCalls; ++call)
+        for (int step = 0; step < kSteps; ++step) {
+          ++come[call][step];
+          all.join(device, call, step);
+          early += come[call][step] < kThreads;
+        }
+    });
+  for (auto& thread : threads) thread.join();
+  std::printf("early: %d\n", early.load());
+  all.join(0, 0, 0);
+  mxep::FirstCalls alone(1, std::chrono::minutes(1)), two(2, std::chrono::milliseconds(20));
+  alone.join(0, 0, 0);
+  try {
+    two.join(0, 7, 0);
+  } catch (const std::runtime_error& error) {
+    std::puts(error.what());
+  }
+}
+"""
+
+
+def test_threads_join(tmp_path: Path) -> None:
+    source, program = tmp_path / "join.cc", tmp_path / "join"
+    source.write_text(PROGRAM)
+    flags = ["-std=c++20", "-O1", "-pthread", "-fsanitize=thread", f"-I{ROOT / 'core_kernels'}"]
+    subprocess.run(["c++", *flags, str(source), "-o", str(program)], check=True)
+    out = subprocess.run([program], capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    allowed = "allowed: one program on all GPUs of the mesh"
+    assert out == ["early: 0", f"PeerMemory: waited 0 s for 1 of 2 GPUs of this process; {allowed}"]
