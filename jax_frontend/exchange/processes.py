@@ -43,7 +43,7 @@ class Shared(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a process tells the others of one of its devices: int64 numbers. index: on the mesh."""
+    """Of a device of a process, for the other processes: int64 numbers. index: on the mesh."""
 
     process: int
     number: int
@@ -100,7 +100,7 @@ def gather_bytes(mine: bytes) -> list[bytes]:
 
 
 def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) -> tuple[list[Told], list[int]]:
-    """What all processes tell of all devices, by process, and a descriptor of each; the own ones are `descriptors`."""
+    """`Told` of all devices, by process, and a descriptor of each; the own ones are `descriptors`."""
     name = uuid.uuid4().bytes
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(b"\0mxep-" + name.hex().encode())  # no file: the name ends with the socket

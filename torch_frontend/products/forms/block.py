@@ -83,10 +83,12 @@ class BlockForm(NamedTuple):
         rows, tokens, values, hidden = needs
         if not steps.quantized_tokens or values or not (rows and tokens and hidden):
             return steps.in_bf16(needs, self.gradient if self.wgrad_mx else None)
-        gate, up, prob, numbers, ends = steps.glu
-        q, sf, q2, sf2 = ops.swiglu_blockwise_bwd(steps.dh, gate, up, prob, ends, self._power_of_two, *numbers)
-        # Its folded rows are not read: 2 bytes per value. From dgate and dup in bf16 it would be 8 more.
-        return steps.quantized("swiglu_bwd_fold")._replace(gate_rows=Blockwise(q, sf), up_rows=Blockwise(q2, sf2))
+        dh, (gate, up, prob, numbers, ends) = steps.dh, steps.glu
+        # Its folded rows are not read, and are freed before the rows are made: 2 bytes per value. From dgate and dup in
+        # bf16 it would be 8 more.
+        found = steps.quantized("swiglu_bwd_fold")._replace(gate_rows=None, up_rows=None)
+        q, sf, q2, sf2 = ops.swiglu_blockwise_bwd(dh, gate, up, prob, ends, self._power_of_two, *numbers)
+        return found._replace(gate_rows=Blockwise(q, sf), up_rows=Blockwise(q2, sf2))
 
     def mm(
         self, rows: Any, w: Any, ends: Tensor, dtype: DType, bias: Added = None, out: Maybe = None,
