@@ -142,6 +142,23 @@ __device__ __forceinline__ void load_box_multicast(void* to, const CUtensorMap* 
       : "memory");
 }
 
+// Stores a box of shared memory, written before a `shared_to_async_fence`, to (x, y, z) of `map`. Values outside the
+// array are not stored. The store belongs to this thread's next group of stores.
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* from, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(from)), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+__device__ __forceinline__ void stores_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Waits until all of this thread's groups of stores but the latest kInFlight have read shared memory.
+template <int kInFlight>
+__device__ __forceinline__ void stores_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kInFlight) : "memory");
+}
+// Waits until all of this thread's stores are complete.
+__device__ __forceinline__ void stores_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
 // ---- wgmma
 
 // Matrices in shared memory, as the low words of their descriptors: a step of 16 bytes adds 1. The high word is the

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cuda/sm90.cuh"
+#include "grouped_gemm/folded/producer.cuh"
 #include "grouped_gemm/folded/variants.cuh"
 
 namespace mxep::cuda::sm90 {
@@ -29,9 +30,10 @@ struct StageDescriptors {
 };
 
 // A warpgroup's operands in the ring of stages: 128 rows of its own, and 128 rows that both warpgroups multiply.
+template <typename Shared>
 class OperandRing {
  public:
-  __device__ __forceinline__ OperandRing(const FoldedShared& s, int group, int lane)
+  __device__ __forceinline__ OperandRing(const Shared& s, int group, int lane)
       : at_(s),
         s_(s),
         lane_(lane),
@@ -72,19 +74,20 @@ class OperandRing {
   }
 
  private:
-  const Addresses<FoldedShared> at_;
-  const FoldedShared& s_;
+  const Addresses<Shared> at_;
+  const Shared& s_;
   const int lane_;
   const StageDescriptors own_, common_;
   StageDescriptors stages_a_, stages_b_;
   uint32_t a_, b_;
-  Ring<kStages> ring_;
+  Ring<Shared::kStages> ring_;
 };
 
 // Multiplies one stage, 32 kSteps terms from `k` on, of the first 64 or of all 128 rows of the warpgroup. The wait for
 // the next stage is during this one's last product, so that the next product follows the additions to the sum at once.
 template <int kSteps, int kHalves, typename Variant>
-__device__ __forceinline__ void multiply_stage(int k, int depth, const Place& at, OperandRing& operands,
+__device__ __forceinline__ void multiply_stage(int k, int depth, const Place& at,
+                                               OperandRing<typename Variant::Shared>& operands,
                                                IncreaseReader& increases, Variant& variant, float (&sum)[2][64]) {
   constexpr int kLast = kHalves - 1;
 #pragma unroll
@@ -103,7 +106,8 @@ __device__ __forceinline__ void multiply_stage(int k, int depth, const Place& at
 
 // Multiplies the stages of one product. one_half: whether the warpgroup has no rows in its second half.
 template <typename Variant>
-__device__ __forceinline__ void multiply_stages(int depth, bool one_half, const Place& at, OperandRing& operands,
+__device__ __forceinline__ void multiply_stages(int depth, bool one_half, const Place& at,
+                                                OperandRing<typename Variant::Shared>& operands,
                                                 IncreaseReader& increases, Variant& variant, float (&sum)[2][64]) {
   constexpr int kAll = kTileK / 32;
   const int whole = Variant::kKGrouped ? depth / kTileK * kTileK : depth;
@@ -124,7 +128,8 @@ __device__ __forceinline__ void multiply_stages(int depth, bool one_half, const 
 }
 
 // The first row of a warpgroup in a tile. A flat tile becomes the warpgroup's columns of it.
-__device__ __forceinline__ int enter_tile(Tile& tile, int group, OperandRing& operands) {
+template <typename Shared>
+__device__ __forceinline__ int enter_tile(Tile& tile, int group, OperandRing<Shared>& operands) {
   const int first = group * kWarpgroup;
   const bool flat = __shfl_sync(~0u, tile.flat, 0);
   operands.enter_tile(flat);
@@ -137,12 +142,12 @@ __device__ __forceinline__ int enter_tile(Tile& tile, int group, OperandRing& op
 }
 
 template <typename Variant, typename Out>
-__device__ void consume(const Problem& p, typename Variant::Shared& s) {
+__device__ void consume(const Problem& p, const Maps<Variant>& maps, typename Variant::Shared& s) {
   // From one lane, so that the compiler knows that all lanes agree and keeps descriptors in uniform registers.
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) - 4, group = warp / 4, lane = threadIdx.x % 32;
   TileQueue tiles(s.tiles);
   IncreaseReader increases(s.increases);
-  OperandRing operands(s, group, lane);
+  OperandRing<typename Variant::Shared> operands(s, group, lane);
   int parity = 0;
   for (Tile tile; tiles.next(&tile); parity ^= 1) {
     const int first_row = Variant::kKGrouped ? group * kWarpgroup : enter_tile(tile, group, operands);
@@ -161,8 +166,13 @@ __device__ void consume(const Problem& p, typename Variant::Shared& s) {
       multiply_stages(depth, one_half, at, operands, increases, variant, sum);
     }
     variant.end_products(depth, increases);
-    variant.template store<Out>(p, tile, at, s, s.staging[warp], sum);
+    if constexpr (Variant::kKGrouped) {
+      variant.template store<Out>(maps.of[tile.output].out, tile, at, s, s.staging[warp], sum);
+    } else {
+      variant.template store<Out>(p, tile, at, s, s.staging[warp], sum);
+    }
   }
+  if constexpr (Variant::kKGrouped) end_stores();
 }
 
 }  // namespace mxep::cuda::sm90

@@ -17,16 +17,17 @@
 //   256 x 128   A rows 0 to 127 | 128 to 255  B        128 x 256 (flat)   B rows 0 to 127 | 128 to 255  A
 //               warpgroup 1       2           both                        warpgroup 1       2           both
 //
-//   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of 4 stages of 48 KiB
+//   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of stages of 48 KiB
 //     K-grouped     scales of spans --> scale increases (rescale_accumulator.cuh)
 //                                                        |  full: the stage is loaded
 //                                                        |  empty: the consumers of both CTAs have read it
 //   warpgroups 1, 2      two products of 64 x 128 x 128 --> partial --fp32 add--> sum     128 x 128 values each
 //                        the variant's steps, during a product and between products: sum --> sum
-//                        end of the tile: sum --epilogue.cuh--> out
+//                        end of the tile: sum --epilogue.cuh--> out      K-grouped: during the next tile
 //
 // Hopper's FP8 tensor cores accumulate with about 14 mantissa bits, so that partial sums are promoted to fp32 every 128
 // terms. sum and partial take 192 of a thread's 240 registers. With 48 KiB a stage, four stages are the most that fit.
+// K-grouped, three stages leave 64 KiB for a tile's output, which is stored during the next tile (async_store.cuh).
 //
 // The warpgroups are not synchronised (no ping-pong). Without synchronisation one's fp32 promotion overlaps the other's
 // WGMMA. Explicit ordering, or an offset of one or more stages, cost 1 to 3%. The gap between promotion and the next
@@ -78,7 +79,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       clear_rest(p, static_cast<Out*>(p.out));
       if constexpr (kDualOutput) clear_rest(p, static_cast<Out*>(p.out) + p.second_output.to_out);
     }
-    consume<Variant, Out>(p, s);
+    consume<Variant, Out>(p, maps, s);
   }
 }
 
@@ -91,12 +92,18 @@ Maps<Variant> maps_of(const char* op, const Call& call) {
   const auto flat = [&](const Array* a) { return Variant::kKGrouped ? CUtensorMap{} : boxes(a, kHalfN); };
   Maps<Variant> maps;
   const Matrices first = Variant::matrices(call, 0);
-  maps.of[0] = {boxes(first.a, kHalfM), boxes(first.b, kHalfN), flat(first.a)};
+  maps.of[0] = {boxes(first.a, kHalfM), boxes(first.b, kHalfN), {flat(first.a)}};
   if constexpr (Maps<Variant>::kCount == 2) {
     const Matrices second = Variant::matrices(call, 1);
     Operands& of = maps.of[1] = maps.of[0];  // one operand may be common
     if (second.a != first.a) of.a = boxes(second.a, kHalfM), of.flat_a = flat(second.a);
     if (second.b != first.b) of.b = boxes(second.b, kHalfN);
+  }
+  if constexpr (Variant::kKGrouped) {
+    for (int i = 0; i < Variant::kOutputs; ++i) {
+      const Array& out = call.out[i];
+      maps.of[i].out = byte_matrix(op, out.data, out.dim(1), out.dim(2) * itemsize(out.dtype), 16, out.dim(0));
+    }
   }
   return maps;
 }

@@ -6,6 +6,7 @@
 
 #include <cuda_bf16.h>
 
+#include "grouped_gemm/schedule/async_store.cuh"
 #include "grouped_gemm/schedule/schedule.cuh"
 #include "grouped_gemm/schedule/staged_store.cuh"
 
@@ -122,11 +123,24 @@ __device__ __forceinline__ void scale_and_add(float (&sum)[2][64], const int (&r
   }
 }
 
-// Stores a warpgroup's sums and applies moderate scales. `col_factor`: of all columns.
-template <typename Out>
-__device__ __forceinline__ void store_scaled(const Problem& p, const Tile& tile, const Place& at,
-                                             const float (&sum)[2][64], const int (&row_byte)[2][2],
-                                             const __nv_bfloat16* col_factor, uint8_t* staging) {
+// Stores one half of a warpgroup's rows. M-grouped.
+template <typename Out, typename Pair>
+__device__ __forceinline__ void store_half(const Problem& p, const Tile& tile, const Place& at, int half,
+                                           const Pair& pair, uint8_t* staging) {
+  store_rows<Out, kTileN>(p, tile, at.row + half * 64, pair, staging);
+}
+// K-grouped.
+template <typename Out, typename Pair>
+__device__ __forceinline__ void store_half(const CUtensorMap& out, const Tile& tile, const Place& at, int half,
+                                           const Pair& pair, uint8_t* boxes) {
+  store_rows_async<Out, kTileN>(out, tile, at.row + half * 64, half, pair, boxes);
+}
+
+// Stores a warpgroup's sums and applies moderate scales. to, staging: as in store_half. `col_factor`: of all columns.
+template <typename Out, typename To>
+__device__ __forceinline__ void store_scaled(const To& to, const Tile& tile, const Place& at, const float (&sum)[2][64],
+                                             const int (&row_byte)[2][2], const __nv_bfloat16* col_factor,
+                                             uint8_t* staging) {
   __nv_bfloat162 cols[16];  // of this thread, in pairs
 #pragma unroll
   for (int i = 0; i < 16; ++i) cols[i] = *reinterpret_cast<const __nv_bfloat162*>(col_factor + i * 8 + at.lane % 4 * 2);
@@ -143,7 +157,7 @@ __device__ __forceinline__ void store_scaled(const Problem& p, const Tile& tile,
         return float2{x * factor[row] * col.x, y * factor[row] * col.y};
       }
     };
-    store_rows<Out, kTileN>(p, tile, at.row + half * 64, scaled, staging);
+    store_half<Out>(to, tile, at, half, scaled, staging);
   }
 }
 
@@ -154,7 +168,7 @@ __device__ __forceinline__ void store_rounded(const Problem& p, const Tile& tile
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto pair = [&](int i, int) { return rounded<Out>(sum[half][i], sum[half][i + 1]); };
-    store_rows<Out, kTileN>(p, tile, at.row + half * 64, pair, staging);
+    store_half<Out>(p, tile, at, half, pair, staging);
   }
 }
 

@@ -37,7 +37,7 @@ from ...launch import (
 from ..exact.plan import CLEAR_REST, ENDS, check_k_grouped, check_m_grouped, tile_k_grouped, tile_m_grouped
 
 COLUMNS = 8
-"""Columns of `out` are a multiple: the sm_90 kernel stores rows 16 bytes at a time."""
+"""Columns of `out` are a multiple: the sm_90 kernel stores rows of whole 16 bytes."""
 
 
 def _check_bytes(op: str, **arrays: ArrayType) -> None:

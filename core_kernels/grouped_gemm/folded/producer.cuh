@@ -11,7 +11,11 @@
 namespace mxep::cuda::sm90 {
 
 struct Operands {
-  CUtensorMap a, b, flat_a;  // in boxes of one half of a tile's rows; flat_a: A of flat tiles, M-grouped
+  CUtensorMap a, b;  // in boxes of one half of a tile's rows
+  union {
+    CUtensorMap flat_a;  // M-grouped: A of flat tiles
+    CUtensorMap out;     // K-grouped: in boxes of 16 rows
+  };
 };
 // The operands of one product, or of two.
 template <typename Variant>
@@ -25,8 +29,9 @@ struct Maps {
 
 // Starts the loads of terms k to k + 127 into a stage of the ring; the barrier `full` counts their bytes. Each CTA of a
 // cluster loads one half of the common rows for both.
+template <typename Shared>
 __device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool flat, const CUtensorMap* a,
-                                           const CUtensorMap* b, int k, FoldedShared& s, int stage, uint64_t* full) {
+                                           const CUtensorMap* b, int k, Shared& s, int stage, uint64_t* full) {
   constexpr uint16_t kBoth = 3;
   uint8_t *to_a = s.a[stage], *to_b = s.b[stage];
   barrier_expect(full, kBytesA + kBytesB);
@@ -55,10 +60,10 @@ __device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool
 
 // Called by one thread of a CTA.
 template <typename Variant>
-__device__ void produce(const Problem& p, const Maps<Variant>& maps, FoldedShared& s) {
+__device__ void produce(const Problem& p, const Maps<Variant>& maps, typename Variant::Shared& s) {
   const uint32_t rank = cluster_rank();
   FoldedSchedule<Variant::kKGrouped, Variant::kOutputs == 2> schedule(p, s.lpt);
-  Ring<kStages> ring;
+  Ring<Variant::Shared::kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);

@@ -6,6 +6,7 @@
 #include "grouped_gemm/folded/epilogue.cuh"
 #include "grouped_gemm/folded/rescale_accumulator.cuh"
 #include "grouped_gemm/folded/second_product.cuh"
+#include "grouped_gemm/schedule/async_store.cuh"
 #include "grouped_gemm/schedule/product_launch.cuh"
 #include "grouped_gemm/schedule/tile_queue.cuh"
 #include "op.h"
@@ -14,16 +15,22 @@ namespace mxep::cuda::sm90 {
 
 constexpr int kBytesA = kTileM * kTileK, kBytesB = kTileN * kTileK;
 
-struct FoldedShared {
+// kDepth: stages of the ring. kStaging: bytes in which a warp stages its part of the output.
+template <int kDepth, int kStaging>
+struct FoldedSharedOf {
+  static constexpr int kStages = kDepth;
   alignas(1024) uint8_t a[kStages][kBytesA];
   alignas(1024) uint8_t b[kStages][kBytesB];
-  alignas(128) uint8_t staging[8][kStagingBytes];
+  alignas(1024) uint8_t staging[8][kStaging];
   __nv_bfloat16 col_factor[2][2][kTileN];  // per warpgroup, for even and odd tiles
   uint64_t full[kStages], empty[kStages];
   TileSlots tiles;
   IncreaseSlots increases;  // K-grouped
   LptSchedule lpt;          // K-grouped
 };
+using FoldedShared = FoldedSharedOf<kStages, kStagingBytes>;
+using KGroupedShared = FoldedSharedOf<kStages - 1, kAsyncStagingBytes>;
+static_assert(sizeof(KGroupedShared) <= 227 * 1024);
 
 // Operands of one product or output.
 struct Matrices {

@@ -227,6 +227,7 @@ struct BlockScalesSum : BlockScales {
 
 struct SpanScales : RowScales {
   static constexpr bool kKGrouped = true, kSkipsHalf = false;
+  using Shared = KGroupedShared;
 
   __device__ __forceinline__ SpanScales(const uint8_t* row_scale, const uint8_t* col_scale, const Tile& tile,
                                         const Place& at)
@@ -244,6 +245,17 @@ struct SpanScales : RowScales {
   }
   __device__ __forceinline__ void end_products(int depth, IncreaseReader& increases) {
     if (depth > kSpan) increases.read();
+  }
+
+  template <typename Out>
+  __device__ __forceinline__ void store(const CUtensorMap& out, const Tile& tile, const Place& at, Shared& s,
+                                        uint8_t* boxes, float (&sum)[2][64]) {
+    __nv_bfloat16* col_factor = publish_column(scales.col, s.col_factor, at);
+    if (!all_moderate(scales, at)) {
+      scale_extreme(sum, scales.row, col_factor);
+      reset_column(col_factor, at);
+    }
+    store_scaled<Out>(out, tile, at, sum, scales.row, col_factor, boxes);
   }
 };
 

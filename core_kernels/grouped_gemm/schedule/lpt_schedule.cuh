@@ -58,7 +58,8 @@ __device__ void lpt_schedule(const int32_t* group_ends, int groups, int tokens, 
   }
   if (groups > kMaxGroups || clusters > kMaxClusters || groups * pairs > kMaxPairs * clusters) return;
 
-  // The fixed time of a pair, mostly its stores, expressed in tokens. `unit` keeps times far below 2^31.
+  // The fixed time of a pair, with bf16 operands mostly its stores, expressed in tokens. `unit` keeps times far below
+  // 2^31.
   constexpr int kTokensOfAnEnd = 256;
   const int unit = tokens / 16384 + 32;
   int length = 0;

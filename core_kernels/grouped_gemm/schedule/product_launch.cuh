@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/cluster_launch.h"
 #include "cuda/sm90.cuh"
@@ -69,7 +70,8 @@ __device__ __forceinline__ void init_product(const Maps& maps, Shared& s, int ti
     prefetch(&operands.a);
     prefetch(&operands.b);
   }
-  for (int i = 0; i < kStages; ++i) {
+  constexpr int kCount = std::extent_v<decltype(s.full)>;
+  for (int i = 0; i < kCount; ++i) {
     barrier_init(&s.full[i], 1);
     barrier_init(&s.empty[i], kComputing / 32 * kCluster);  // every computing warp of both CTAs
   }
