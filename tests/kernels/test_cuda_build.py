@@ -73,11 +73,13 @@ SPILLED = {
     "backward_rows": 32,
     "backward_tilesILb1ELb1ELi16ENS_6SwiGLU": 40,
     "backward_tilesILb1": 24,
+    "4meetE": 32,
 }
 """Bytes a thread may spill. SwiGLU's gradient along rows runs 512 threads of 128 registers; spilling this much it
 reaches 0.94 of a copy's bandwidth on an H200. With a limit it spills 8 on sm_90a and 48 on sm_100a. Along both, 24 on
 sm_100a alone, of addresses of a strip's end: in a loop that needs none it is 1.4% slower on an H200. With h besides, 8
-on sm_90a, 0.77 to 0.80 of a copy; with a limit too, 40, not timed."""
+on sm_90a, 0.77 to 0.80 of a copy; with a limit too, 40, not timed. The barrier of peers has the
+arguments of printf there."""
 
 
 def spilled(name: str) -> int:
@@ -96,8 +98,10 @@ def test_kernels_spill_nothing_but_what_was_measured_to_be_faster() -> None:
 def test_the_hardware_converts_and_nothing_flushes_subnormals(target: str) -> None:
     sass = {name: code for (of, name), code in kernels("-sass").items() if of == target}
     for name, code in sass.items():
-        # Integer division uses F2I.FTZ and MUFU, without subnormals.
-        assert not re.search(r"\b(FADD|FMUL|FFMA|FSETP|FMNMX|HADD2|HMUL2|HFMA2)\.\S*FTZ", code), name
+        # Integer division uses F2I.FTZ and MUFU, without subnormals. Where fp32 is divided, CUDA finds infinities and
+        # NaN by comparisons and a sum, and scales subnormals before.
+        flushing = "FMUL|FFMA|FMNMX|HADD2|HMUL2|HFMA2" + ("" if "BlockwiseRows" in name else "|FADD|FSETP")
+        assert not re.search(rf"\b({flushing})\.\S*FTZ", code), name
         assert spilled(name) or not re.search(r"\b(STL|LDL)\b", code), name
     assert any("E4M3" in code for code in sass.values())
 
