@@ -132,8 +132,9 @@ def _define(op: str, doc: str, quantize: KernelOp | None = None, hidden: bool = 
 
     def check(*inputs: ArrayType, alpha: float = 1.0, limit: float = 0.0, offset: float = 0.0) -> Signature:
         *arrays, group_ends = inputs if len(inputs) > len(arguments) else (*inputs, NO_ENDS)
+        types = out(*arrays)
         tokens = check_optional_ends(op, group_ends, arrays[0].shape)
-        return Signature(out(*arrays), swiglu_attrs(op, alpha, limit, offset), tokens)
+        return Signature(types, swiglu_attrs(op, alpha, limit, offset), tokens)
 
     def check_quantized(
         *arrays: ArrayType, rounding: Rounding = Rounding.RCEIL, satfinite: bool = False,

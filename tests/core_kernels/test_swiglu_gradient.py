@@ -4,6 +4,7 @@ from itertools import product
 from typing import get_args
 
 import pytest
+from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.policy.recipe import Form
 from mxep.core_kernels.policy.swiglu_gradient import PARTS, Needs, gradient_op
 from mxep.core_kernels.registry import OPS
@@ -37,3 +38,11 @@ def test_parts_are_named_in_the_order_of_the_outputs(op: str) -> None:
         assert values.startswith(f"{result}_q"), (values, name)
         assert values.endswith("_t") == along_tokens, (values, name)
         assert scales.startswith(f"{result}_"), (scales, name)
+
+
+@pytest.mark.parametrize("op", [name for name, of in OPS.items() if "gate" in of.inputs])
+def test_a_gate_without_dims_is_an_error_of_its_rank(op: str) -> None:
+    kinds = {"gate": ((), "bfloat16"), "prob": ((64,), "float32"), "group_ends": ((0,), "int32")}
+    inputs = [ArrayType(*kinds.get(name, ((64, 64), "bfloat16"))) for name in OPS[op].inputs]
+    with pytest.raises((ValueError, TypeError), match=f"^{op}: "):
+        OPS[op].signature(*inputs)
