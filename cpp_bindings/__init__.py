@@ -21,7 +21,7 @@ import warnings
 try:
     from ._ops import (
         MOST_PEERS,
-        PEER_BOX_BYTES,
+        SIGNAL_PAD_BYTES,
         CudaLaunch,
         CudaProgram,
         Exchange,
@@ -45,7 +45,7 @@ except ImportError as error:
 __all__ = [
     "CUDA_OPS",
     "MOST_PEERS",
-    "PEER_BOX_BYTES",
+    "SIGNAL_PAD_BYTES",
     "CudaLaunch",
     "CudaProgram",
     "Exchange",

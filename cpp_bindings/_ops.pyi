@@ -55,7 +55,7 @@ def peer_ffi_targets() -> dict[str, Any]:
 MOST_PEERS: int
 """The most ranks of a `PeerGroup`; 0 in a build without nvcc."""
 
-PEER_BOX_BYTES: int
+SIGNAL_PAD_BYTES: int
 """Bytes of a GPU, zeros at first, in which the ranks of a `PeerGroup` signal each other."""
 
 def peer_region(address: int) -> tuple[int, int, int]:
@@ -94,10 +94,11 @@ class PeerGroup:
 
     Args:
         number: by which calls of `peer_ffi_targets` find the groups, while the object lives.
-        members: of this process: (number of the GPU, rank, address of each rank's box, what is added to an address of
-            each rank's process, number of each rank's GPU here or -1, (first address, bytes) of the memory that all
-            ranks map; 0 bytes for all).
+        members: of this process: (number of the GPU, rank, address of each rank's signal pad, what is added to an
+            address of each rank's process, number of each rank's GPU here or -1, (first address, bytes) of the memory
+            that all ranks map; 0 bytes for all).
         limit_ms: the milliseconds after which a rank that waits ends with an error.
+        memory: what holds the signal pads and the maps; kept until the group has waited for its kernels and is gone.
 
     Raises:
         ValueError: Too many ranks.
@@ -109,6 +110,7 @@ class PeerGroup:
         number: int,
         members: Sequence[tuple[int, int, Sequence[int], Sequence[int], Sequence[int], tuple[int, int]]],
         limit_ms: int,
+        memory: Any,
     ) -> None: ...
     def test(self) -> None:
         """One meeting of all ranks, without the GIL; every process calls it.

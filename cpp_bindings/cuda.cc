@@ -246,8 +246,8 @@ using MemberTuple = std::tuple<int, int, std::vector<int64_t>, std::vector<int64
 
 std::vector<cuda::Member> members_of(const std::vector<MemberTuple>& members) {
   std::vector<cuda::Member> out;
-  for (const auto& [device, rank, boxes, shifts, ordinals, memory] : members)
-    out.push_back({device, rank, boxes, shifts, ordinals, memory.first, memory.second});
+  for (const auto& [device, rank, pads, shifts, ordinals, memory] : members)
+    out.push_back({device, rank, pads, shifts, ordinals, memory.first, memory.second});
   return out;
 }
 
@@ -273,7 +273,7 @@ void bind_cuda(nb::module_& m) {
   m.attr("cuda_op_archs") = op_archs();
   m.def("cuda_ffi_targets", [] { return targets(std::make_index_sequence<std::size(cuda::kCudaOps)>()); });
   m.def("peer_ffi_targets", [] { return peer_targets(std::make_index_sequence<std::size(cuda::kPeerOps)>()); });
-  m.attr("PEER_BOX_BYTES") = cuda::kBoxBytes;
+  m.attr("SIGNAL_PAD_BYTES") = cuda::kSignalPadBytes;
   m.attr("MOST_PEERS") = cuda::kMostPeers;
   m.def(
       "peer_region",
@@ -288,10 +288,10 @@ void bind_cuda(nb::module_& m) {
   nb::class_<cuda::Group>(m, "PeerGroup")
       .def(
           "__init__",
-          [](cuda::Group* self, int64_t number, const std::vector<MemberTuple>& members, int64_t limit_ms) {
+          [](cuda::Group* self, int64_t number, const std::vector<MemberTuple>& members, int64_t limit_ms, nb::handle) {
             new (self) cuda::Group(number, members_of(members), std::chrono::milliseconds(limit_ms));
           },
-          "number"_a, "members"_a, "limit_ms"_a)
+          "number"_a, "members"_a, "limit_ms"_a, "memory"_a, nb::keep_alive<1, 5>())
       .def("test", &cuda::Group::test, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<CudaLaunch>(m, "CudaLaunch")
       .def(nb::init<const Exchange&, int, const std::string&, ArrayTypes, ArrayTypes, std::vector<int64_t>>(),

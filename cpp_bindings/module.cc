@@ -21,7 +21,7 @@ NB_MODULE(_ops, m) {
   m.attr("MappedRegion") = nb::none();
   m.attr("PeerGroup") = nb::none();
   m.attr("peer_region") = nb::none();
-  m.attr("PEER_BOX_BYTES") = m.attr("MOST_PEERS") = 0;
+  m.attr("SIGNAL_PAD_BYTES") = m.attr("MOST_PEERS") = 0;
   m.def("cuda_ffi_targets", [] { return nb::dict(); });
   m.def("peer_ffi_targets", [] { return nb::dict(); });
 #endif

@@ -7,6 +7,7 @@ where this rank's arrays are, in memory that XLA allocated. A process reads arra
 It maps the memory of the other processes when a PeerMemory is made (processes.py).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
@@ -70,7 +71,7 @@ class PeerMemory:
         self.mesh, self.axis_name = mesh, axis_name
         self.groups = _groups_of(mesh, names)
         self.number = jax.process_index() << 32 | next(_COUNT)
-        self._held: tuple[Any, ...] = ()
+        self._group: Any = None
         if mesh.devices.flat[0].platform != "cpu" and self.ranks > 1:
             self._connect(limit_ms)
 
@@ -102,12 +103,19 @@ class PeerMemory:
             fail(NotImplementedError, OP, "build", got, f"{allowed}, or transport=None")
         if self.ranks > cpp_bindings.MOST_PEERS:
             fail(ValueError, OP, "mesh", f"{self.ranks} ranks", f"allowed: at most {cpp_bindings.MOST_PEERS}")
-        boxes = _make_boxes(self.mesh)
-        shared = share_memory(OP, self.mesh, boxes, self.number, limit_ms)
-        self.number = shared.number
-        group = cpp_bindings.PeerGroup(shared.number, _members(self.groups, shared), limit_ms)
-        self._held = boxes, shared, group
-        group.test()
+        pads = _make_signal_pads(self.mesh)
+        shared = share_memory(OP, self.mesh, pads, self.number, limit_ms)
+        self.number, members = shared.number, _members(self.groups, shared)
+        self._group = cpp_bindings.PeerGroup(shared.number, members, limit_ms, _Held(pads, shared))
+        self._group.test()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What kernels of the group use, until it is gone."""
+
+    pads: jax.Array
+    shared: Shared
 
 
 class _Member(NamedTuple):
@@ -115,7 +123,7 @@ class _Member(NamedTuple):
 
     device: int
     rank: int
-    boxes: list[int]
+    pads: list[int]
     shifts: list[int]
     ordinals: list[int]
     memory: tuple[int, int]
@@ -128,8 +136,8 @@ def _members(groups: np.ndarray, shared: Shared) -> list[_Member]:
         of = [shared.devices[i] for i in group]
         for rank, here in enumerate(of):
             if here.ordinal >= 0:
-                boxes, shifts, ordinals = [d.box for d in of], [d.shift for d in of], [d.ordinal for d in of]
-                found.append(_Member(here.ordinal, rank, boxes, shifts, ordinals, here.memory))
+                pads, shifts, ordinals = [d.pad for d in of], [d.shift for d in of], [d.ordinal for d in of]
+                found.append(_Member(here.ordinal, rank, pads, shifts, ordinals, here.memory))
     return found
 
 
@@ -142,8 +150,8 @@ def _groups_of(mesh: Mesh, names: Sequence[str]) -> np.ndarray:
     return numbers.transpose(outside + inside).reshape(-1, ranks)
 
 
-def _make_boxes(mesh: Mesh) -> jax.Array:
-    """(devices, PEER_BOX_BYTES) zeros, a row on each device, which kernels write."""
-    shape, sharding = (mesh.size, cpp_bindings.PEER_BOX_BYTES), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+def _make_signal_pads(mesh: Mesh) -> jax.Array:
+    """(devices, SIGNAL_PAD_BYTES) zeros, a row on each device, which kernels write."""
+    shape, sharding = (mesh.size, cpp_bindings.SIGNAL_PAD_BYTES), NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     zeros = np.zeros((1, shape[1]), np.uint8)
     return jax.make_array_from_callback(shape, sharding, lambda _: zeros).block_until_ready()

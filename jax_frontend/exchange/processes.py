@@ -24,12 +24,12 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Device(NamedTuple):
-    """A device of a mesh. ordinal: the number of its GPU in this process, or -1. box: the address of its row of the
-    boxes, here. shift: added to an address of its process. memory: first address and bytes of its region, of a GPU of
-    this process; no bytes where all processes are this one."""
+    """A device of a mesh. ordinal: the number of its GPU in this process, or -1. pad: the address of its signal pad,
+    here. shift: added to an address of its process. memory: first address and bytes of its region, of a GPU of this
+    process; no bytes where all processes are this one."""
 
     ordinal: int
-    box: int
+    pad: int
     shift: int
     memory: tuple[int, int]
 
@@ -48,18 +48,18 @@ class Told(NamedTuple):
     process: int
     number: int
     index: int
-    box: int
+    pad: int
     base: int
     nbytes: int
 
 
-def share_memory(op: str, mesh: Mesh, boxes: jax.Array, number: int, limit_ms: int) -> Shared:
-    """The devices of a mesh; with several processes a collective of all of them. boxes: a row per device.
+def share_memory(op: str, mesh: Mesh, pads: jax.Array, number: int, limit_ms: int) -> Shared:
+    """The devices of a mesh; with several processes a collective of all of them. pads: a row per device.
 
     Raises:
         ValueError: For processes on several hosts, or a mesh without some process.
     """
-    addresses = {s.index[0].start or 0: s.data.unsafe_buffer_pointer() for s in boxes.addressable_shards}
+    addresses = {s.index[0].start or 0: s.data.unsafe_buffer_pointer() for s in pads.addressable_shards}
     ordinals = {i: _ordinal(mesh.devices.flat[i]) for i in addresses}
     processes = {d.process_index for d in mesh.devices.flat}
     if processes == {jax.process_index()}:
@@ -74,11 +74,11 @@ def share_memory(op: str, mesh: Mesh, boxes: jax.Array, number: int, limit_ms: i
         devices, regions = {}, []
         for one, descriptor in zip(of_all, descriptors, strict=True):
             if one.process == here:
-                devices[one.index] = Device(ordinals[one.index], one.box, 0, (one.base, one.nbytes))
+                devices[one.index] = Device(ordinals[one.index], one.pad, 0, (one.base, one.nbytes))
                 continue
             regions.append(cpp_bindings.MappedRegion(descriptor, one.nbytes, sorted(set(ordinals.values()))))
             shift = regions[-1].address - one.base
-            devices[one.index] = Device(-1, one.box + shift, shift, (0, 0))
+            devices[one.index] = Device(-1, one.pad + shift, shift, (0, 0))
     finally:
         for *_, descriptor in found.values():
             os.close(descriptor)
@@ -109,7 +109,13 @@ def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) 
         # All processes listen when one knows the names.
         heads = gather_bytes(host + name + len(told).to_bytes(4, "little"))
         if len({head[:16] for head in heads}) > 1:
-            fail(ValueError, op, "mesh", "processes on several hosts", "allowed: processes of one host; else None")
+            fail(
+                ValueError,
+                op,
+                "mesh",
+                "processes on several hosts",
+                "allowed: processes of one host; transport=None for others",
+            )
         most = max(int.from_bytes(head[32:], "little") for head in heads)
         rows = np.full((most, len(Told._fields)), -1, np.int64)
         rows[: len(told)] = np.array(told)

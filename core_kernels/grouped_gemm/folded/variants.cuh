@@ -68,15 +68,16 @@ struct RowScales : DefaultSteps {
   __device__ __forceinline__ RowScales(const Problem& p, const Tile& tile, const Place& at)
       : RowScales(p.row_scale, p.col_scale, tile, at) {}
 
-  template <typename Out>
-  __device__ __forceinline__ void store(const Problem& p, const Tile& tile, const Place& at, Shared& s,
-                                        uint8_t* staging, float (&sum)[2][64]) {
+  // to, staging: as in store_half.
+  template <typename Out, typename To, typename SharedOf>
+  __device__ __forceinline__ void store(const To& to, const Tile& tile, const Place& at, SharedOf& s, uint8_t* staging,
+                                        float (&sum)[2][64]) {
     __nv_bfloat16* col_factor = publish_column(scales.col, s.col_factor, at);
     if (!all_moderate(scales, at)) {
       scale_extreme(sum, scales.row, col_factor);
       reset_column(col_factor, at);
     }
-    store_scaled<Out>(p, tile, at, sum, scales.row, col_factor, staging);
+    store_scaled<Out>(to, tile, at, sum, scales.row, col_factor, staging);
   }
 };
 
@@ -245,17 +246,6 @@ struct SpanScales : RowScales {
   }
   __device__ __forceinline__ void end_products(int depth, IncreaseReader& increases) {
     if (depth > kSpan) increases.read();
-  }
-
-  template <typename Out>
-  __device__ __forceinline__ void store(const CUtensorMap& out, const Tile& tile, const Place& at, Shared& s,
-                                        uint8_t* boxes, float (&sum)[2][64]) {
-    __nv_bfloat16* col_factor = publish_column(scales.col, s.col_factor, at);
-    if (!all_moderate(scales, at)) {
-      scale_extreme(sum, scales.row, col_factor);
-      reset_column(col_factor, at);
-    }
-    store_scaled<Out>(out, tile, at, sum, scales.row, col_factor, boxes);
   }
 };
 

@@ -21,16 +21,16 @@ struct Sent {
 
 // Two meetings in a row use two entries: a rank that is at the next meeting has left the one before, but a rank at this
 // one may still read.
-struct Box {
+struct SignalPad {
   uint32_t meetings;             // that this rank has ended
   uint32_t arrived[kMostPeers];  // meetings that each rank has come to
   Sent sent[2][kMostPeers];
   Peer peers[kMostPeers];  // what was sent last, at addresses of this process
 };
-static_assert(sizeof(Box) <= kBoxBytes);
+static_assert(sizeof(SignalPad) <= kSignalPadBytes);
 
 struct Meeting {
-  Box* boxes[kMostPeers];
+  SignalPad* pads[kMostPeers];
   int64_t shifts[kMostPeers];
   int count, rank;
   uint64_t limit;  // nanoseconds
@@ -60,12 +60,12 @@ __global__ void __launch_bounds__(32) meet(const __grid_constant__ Meeting m, Se
              m.rank);
     __trap();
   }
-  Box* own = m.boxes[m.rank];
+  SignalPad* own = m.pads[m.rank];
   const uint32_t meeting = own->meetings + 1;
   __syncwarp();
   if (i < m.count) {
-    m.boxes[i]->sent[meeting % 2][m.rank] = mine;
-    store_release(&m.boxes[i]->arrived[m.rank], meeting);
+    m.pads[i]->sent[meeting % 2][m.rank] = mine;
+    store_release(&m.pads[i]->arrived[m.rank], meeting);
     const uint64_t begin = nanoseconds();
     while (static_cast<int32_t>(load_acquire(&own->arrived[i]) - meeting) < 0)
       if (nanoseconds() - begin > m.limit) {
@@ -148,7 +148,7 @@ struct Group::State {
 Group::Group(int64_t number, const std::vector<Member>& members, std::chrono::milliseconds limit)
     : state_(new State{number, FirstCalls(members.size(), limit), {}}) {
   for (const Member& member : members) {
-    const size_t ranks = member.boxes.size();
+    const size_t ranks = member.pads.size();
     if (ranks > kMostPeers || member.shifts.size() != ranks || member.ordinals.size() != ranks || member.rank < 0 ||
         static_cast<size_t>(member.rank) >= ranks)
       throw std::invalid_argument(std::string(kOp) + ": ranks: got " + std::to_string(ranks) + "; allowed: at most " +
@@ -159,7 +159,7 @@ Group::Group(int64_t number, const std::vector<Member>& members, std::chrono::mi
     found.meeting.limit = static_cast<uint64_t>(std::chrono::nanoseconds(limit).count());
     for (size_t i = 0; i < ranks; ++i) {
       allow(member.device, member.ordinals[i]);
-      found.meeting.boxes[i] = reinterpret_cast<Box*>(member.boxes[i]);
+      found.meeting.pads[i] = reinterpret_cast<SignalPad*>(member.pads[i]);
       found.meeting.shifts[i] = member.shifts[i];
     }
     found.begin = member.begin, found.nbytes = member.nbytes;
@@ -220,7 +220,7 @@ void Group::run(int64_t number, const PeerOp& op, const Call& call, cudaStream_t
   const auto join = [&](int step) { state.first_calls.join(device, mine.call, step); };
   launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, mine, call.in[2].as<const int32_t>());
   join(0);
-  op.run(call, {here.meeting.boxes[here.meeting.rank]->peers, here.meeting.count, here.side}, stream);
+  op.run(call, {here.meeting.pads[here.meeting.rank]->peers, here.meeting.count, here.side}, stream);
   launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, Sent{0, 0, 0, ~mine.call}, nullptr);
   join(1);
 }

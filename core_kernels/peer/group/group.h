@@ -19,14 +19,14 @@
 
 namespace mxep::cuda {
 
-constexpr int64_t kBoxBytes = 4096;  // memory of a GPU for the barrier: zeros when the group is made
+constexpr int64_t kSignalPadBytes = 4096;  // memory of a GPU for the barrier: zeros when the group is made
 
-// A GPU of this process. boxes: the address of the box of each rank's GPU. shifts: what this process adds to an address
+// A GPU of this process. pads: the address of each rank's signal pad. shifts: what this process adds to an address
 // of that rank's process. processes: the ordinals of the ranks' GPUs here, or -1 in another process. begin, nbytes:
 // memory that all ranks map; 0 bytes: all memory of the GPU.
 struct Member {
   int device, rank;
-  std::vector<int64_t> boxes, shifts;
+  std::vector<int64_t> pads, shifts;
   std::vector<int> ordinals;
   int64_t begin, nbytes;
 };

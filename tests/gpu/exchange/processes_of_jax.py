@@ -6,6 +6,7 @@ starts the processes, a GPU each. PART: a name of PARTS. On one GPU two processe
 all-gathers and the bytes of `gather_bytes` go other ways there, and the kernels and the mapped memory are the same.
 """
 
+import itertools
 import os
 import socket
 import subprocess
@@ -23,7 +24,7 @@ from mxep.jax_frontend.exchange.peer_rows import Peers
 
 from . import peers_of_jax
 
-LIMIT = timedelta(seconds=5)
+LIMIT, CALLS = timedelta(seconds=5), itertools.count()
 
 
 def dead_rank(memory: PeerMemory) -> None:
@@ -47,8 +48,7 @@ def gather_over_store(mine: bytes) -> list[bytes]:
     from jax._src.distributed import global_state
 
     store: Any = global_state.client
-    gather_over_store.calls = getattr(gather_over_store, "calls", 0) + 1  # type: ignore[attr-defined]
-    key = f"bytes/{gather_over_store.calls}"  # type: ignore[attr-defined]
+    key = f"bytes/{next(CALLS)}"
     store.key_value_set_bytes(f"{key}/{jax.process_index()}", mine)
     return [store.blocking_key_value_get_bytes(f"{key}/{i}", 60_000) for i in range(jax.process_count())]
 
