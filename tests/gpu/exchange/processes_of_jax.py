@@ -93,7 +93,8 @@ def start(part: str, count: int) -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": str(0.8 / count) if gpus < count else "0.75"}
+    of_memory = {"PREALLOCATE": "true", "MEM_FRACTION": str(0.2 / count) if gpus < count else "0.2"}
+    environment = os.environ | {f"XLA_PYTHON_CLIENT_{name}": value for name, value in of_memory.items()}
     command = [sys.executable, "-m", __spec__.name, part, str(count)]
     started = [
         subprocess.Popen([*command, str(rank), str(port), str(int(gpus < count))], env=environment)
