@@ -29,6 +29,7 @@ from ..ops.differentiable import differentiable, save, saved_by
 from ..ops.launch import at_address, check_devices
 from ..ops.ranges import named
 from ..products.backward_operands import BackwardOperands
+from ..products.forms.fold import Folded
 from ..products.forms.form import AddedBias, Glu, Operands
 from ..products.forms.mx import MX
 from ..products.products import ProductOptions, bias_gradient
@@ -186,25 +187,29 @@ class _Gradient(NamedTuple):
 
 def _swiglu_gradient(call: PackedCall, steps: BackwardOperands) -> _Gradient:
     needs, form = call.needs, call.options.form
-    # Rows with one scale each cannot be joined, and a block of 32 columns may have columns of both.
-    name = "mx" if form.name == "fold" and not call.separate else form.name
     of_swiglu = Needs(needs.x, needs.gate_up, needs.gate_up_bias or call.interleaved, needs.down)
-    op = gradient_op(name, steps.quantized_tokens, of_swiglu)
+    if call.separate:
+        dprob, gate, up, gate_t, up_t, _ = form.swiglu_backward(steps, of_swiglu)
+        return _Gradient(dprob, (gate, up), _joined_tokens(gate_t, up_t) if needs.gate_up else None)
+    # Rows with one scale each cannot be joined, and a block of 32 columns may have columns of both.
+    op = gradient_op("mx" if form.name == "fold" else form.name, steps.quantized_tokens, of_swiglu)
     if op == "swiglu_bwd":
         dgate, dup, dprob = steps.values()
-        if call.separate:
-            return _Gradient(dprob, (dgate, dup), joined(dgate, dup, False) if needs.gate_up else None)
         values = joined(dgate, dup, call.interleaved)
         rows, tokens = steps.both(values, form.gradient) if needs.x and needs.gate_up else (values, values)
         return _Gradient(dprob, rows, tokens, values)
     dprob, gate, up, gate_t, up_t, _ = steps.quantized(op)
-    rows, tokens = (gate, up), None
-    if needs.x and not call.separate:
-        rows = MX(torch.cat([gate.q, up.q], 1), torch.cat([gate.sf, up.sf], 1))
-    if needs.gate_up:
-        features = 1 if op == "swiglu_bwd_fold" else 0  # of the scales: Folded have (spans, F)
-        tokens = gate_t._make([torch.cat([gate_t.q, up_t.q]), torch.cat([gate_t.sf, up_t.sf], features)])
-    return _Gradient(dprob, rows, tokens)
+    rows = MX(torch.cat([gate.q, up.q], 1), torch.cat([gate.sf, up.sf], 1)) if needs.x else None
+    return _Gradient(dprob, rows, _joined_tokens(gate_t, up_t) if needs.gate_up else None)
+
+
+def _joined_tokens(gate: Any, up: Any) -> Any:
+    """Operands of gate and up along the tokens -> one of 2F features."""
+    if isinstance(gate, Tensor):
+        return joined(gate, up, False)
+    if isinstance(gate, Folded):  # scales (spans, F)
+        return Folded(torch.cat([gate.q, up.q]), torch.cat([gate.sf, up.sf], 1))
+    return gate._make(map(torch.cat, zip(gate, up, strict=True)))
 
 
 def _input_gradient(
