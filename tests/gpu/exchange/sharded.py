@@ -23,6 +23,7 @@ from mxep.jax_frontend.ops import device
 from mxep.jax_frontend.ops.split import WHOLE_DIMS
 
 from ...compare import same_bytes, sqnr_db
+from ...jax_frontend.ops.row_inputs import inputs_of
 
 DIVIDED_ON_GPUS = {"quantize_col", "quantize_both", "swiglu_row", "swiglu_row_fold", "swiglu_bwd_row"}
 """On automatic axes, where XLA divides the calls of CUDA C++ alone; the others gather their rows there."""
@@ -46,14 +47,7 @@ def arguments(name: str) -> tuple[jax.Array, ...]:
     keys = jax.random.split(jax.random.key(0), 3)
     x, up, dh = (jax.random.normal(key, (ROWS, DIM), jnp.bfloat16) for key in keys)
     prob = jnp.linspace(0, 1, ROWS)
-    if WHOLE_DIMS[name] == 2:
-        return (x.reshape(4, -1, 64),)
-    if name in ("dequantize", "fold_rows"):
-        return tuple(ops.quantize_row(x))
-    return {
-        "swiglu": (x, up, prob), "swiglu_row": (x, up, prob), "swiglu_row_fold": (x, up, prob),
-        "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
-    }.get(name, (x,))  # fmt: skip
+    return inputs_of(name, x, up, dh, prob, x.reshape(4, -1, 64))
 
 
 def same_in_parts(function: Callable[..., Any], mesh: Mesh, arrays: tuple[jax.Array, ...]) -> Counter[str]:

@@ -87,7 +87,6 @@ green.set_context()
 few, few_s = min((gemm() for _ in range(5)), key=lambda run: run[1])
 green.pop_context()
 torch.cuda.synchronize()
-# The minimum of nine, because other processes may use the device.
 whole, whole_s = min((gemm() for _ in range(9)), key=lambda run: run[1])
 assert torch.equal(few, whole)
 print(f"8 SMs: {few_s * 1e3:.2f} ms, the device: {whole_s * 1e3:.2f} ms")

@@ -15,6 +15,7 @@ from mxep.jax_frontend import MXArray, ops, swiglu
 from mxep.jax_frontend.ops.split import WHOLE_DIMS
 
 from ..references import normal
+from .row_inputs import inputs_of
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 ROWS, PARTS = P(("a", "b")), P("a", "b")
@@ -40,14 +41,7 @@ def run(function: Callable[..., Any], kind: AxisType, spec: P, *arrays: jax.Arra
 
 def every_op(x, up, dh, prob, w):
     """Each op of the table, on rows and on the matrices of groups."""
-    q, sf = ops.quantize_row(x)
-    given = {
-        "dequantize": (q, sf), "fold_rows": (q, sf), "swiglu": (x, up, prob), "swiglu_row": (x, up, prob),
-        "swiglu_row_fold": (x, up, prob), "swiglu_blockwise": (x, up, prob),
-        "swiglu_blockwise_bwd": (dh, x, up, prob), "swiglu_bwd": (dh, x, up, prob), "swiglu_bwd_row": (dh, x, up, prob),
-    }  # fmt: skip
-    by_rows = {name: getattr(ops, name)(*given.get(name, (x,))) for name, dims in WHOLE_DIMS.items() if dims == 1}
-    return by_rows | {name: getattr(ops, name)(w) for name, dims in WHOLE_DIMS.items() if dims == 2}
+    return {name: getattr(ops, name)(*inputs_of(name, x, up, dh, prob, w)) for name in WHOLE_DIMS}
 
 
 @KINDS
