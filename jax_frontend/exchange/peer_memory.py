@@ -51,7 +51,7 @@ class PeerMemory:
         TypeError: For arguments of another type.
         ValueError: For axes that the mesh does not have, ranks on several hosts, too many ranks.
         NotImplementedError: For a build without CUDA kernels for the GPUs.
-        RuntimeError: Where GPUs cannot read each other's memory.
+        RuntimeError: Where GPUs cannot read each other's memory, or processes cannot share it.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("expert",))

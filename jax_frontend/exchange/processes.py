@@ -58,6 +58,7 @@ def share_memory(op: str, mesh: Mesh, pads: jax.Array, number: int, limit_ms: in
 
     Raises:
         ValueError: For processes on several hosts, or a mesh without some process.
+        RuntimeError: For processes that no socket connects, such as processes in different containers.
     """
     addresses = {s.index[0].start or 0: s.data.unsafe_buffer_pointer() for s in pads.addressable_shards}
     ordinals = {i: _ordinal(mesh.devices.flat[i]) for i in addresses}
@@ -122,32 +123,39 @@ def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) 
         tables = [np.frombuffer(raw, np.int64).reshape(rows.shape) for raw in gather_bytes(rows.tobytes())]
         of_process = [[Told(*map(int, row)) for row in table if row[0] >= 0] for table in tables]
         names = [b"\0mxep-" + head[16:32].hex().encode() for head in heads]
-        found = _send_and_receive(server, names, descriptors, [len(table) for table in of_process], limit_ms)
+        found = _send_and_receive(op, server, names, descriptors, [len(table) for table in of_process], limit_ms)
     return [one for table in of_process for one in table], [d for part in found for d in part]
 
 
 def _send_and_receive(
-    server: socket.socket, names: list[bytes], mine: list[int], counts: list[int], limit_ms: int
+    op: str, server: socket.socket, names: list[bytes], mine: list[int], counts: list[int], limit_ms: int
 ) -> list[list[int]]:
     """The descriptors of each process. Connections wait in the queue of their server until it accepts them."""
-    seconds, here = limit_ms / 1000, jax.process_index()
-    server.settimeout(seconds)
-    peers = {}
-    for process, name in enumerate(names):
-        if process != here:
-            peers[process] = socket.socket(socket.AF_UNIX)
-            peers[process].settimeout(seconds)
-            peers[process].connect(name)
-    for _ in peers:
-        connection, _ = server.accept()
-        with connection:
-            socket.send_fds(connection, [b"mxep"], mine)
-    found = []
-    for process, count in enumerate(counts):
-        if process == here:
-            found.append(mine)
-            continue
-        with peers[process] as peer:
-            _, descriptors, _, _ = socket.recv_fds(peer, 4, count)
+    here, found = jax.process_index(), []
+    server.settimeout(limit_ms / 1000)
+    try:
+        peers = {process: _connected(name, limit_ms) for process, name in enumerate(names) if process != here}
+        for _ in peers:
+            connection, _ = server.accept()
+            with connection:
+                socket.send_fds(connection, [b"mxep"], mine)
+        for process, count in enumerate(counts):
+            if process == here:
+                found.append(mine)
+                continue
+            with peers[process] as peer:
+                _, descriptors, _, _ = socket.recv_fds(peer, 4, count)
+            if len(descriptors) < count:
+                raise OSError(f"{len(descriptors)} of {count} file descriptors came, `ulimit -n` may be too small")
             found.append(list(descriptors))
+    except OSError as error:
+        allowed = "allowed: processes of one host that share a network namespace, as in one container"
+        fail(RuntimeError, op, "mesh", f"no socket between its processes: {error}", f"{allowed}; or transport=None")
     return found
+
+
+def _connected(name: bytes, limit_ms: int) -> socket.socket:
+    peer = socket.socket(socket.AF_UNIX)
+    peer.settimeout(limit_ms / 1000)
+    peer.connect(name)
+    return peer
