@@ -8,11 +8,13 @@ all-gathers and the bytes of `gather_bytes` go other ways there, and the kernels
 
 import itertools
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,12 +29,12 @@ from . import peers_of_jax
 LIMIT, CALLS = timedelta(seconds=5), itertools.count()
 
 
-def dead_rank(memory: PeerMemory) -> None:
-    """The last process ends between two calls; the others end at the limit, with a sentence."""
+def without_last_rank(memory: PeerMemory, end: Callable[[], None]) -> None:
+    """The last process ends, or stops, between two calls; the others end at the limit, with a sentence."""
     rank = jax.process_index()
     peers_of_jax.gathers(memory, 96)
     if rank == jax.process_count() - 1:
-        os._exit(0)
+        end()
     try:
         peers_of_jax.gathers(memory, 96)
     except jax.errors.JaxRuntimeError as error:
@@ -40,7 +42,13 @@ def dead_rank(memory: PeerMemory) -> None:
         os._exit(3)
 
 
-PARTS: dict[str, Callable[[PeerMemory], None]] = {**peers_of_jax.PARTS, "dead_rank": dead_rank}
+WITHOUT_LAST: dict[str, Callable[[], None]] = {
+    "dead_rank": lambda: os._exit(0),
+    "stopped_rank": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+PARTS: dict[str, Callable[[PeerMemory], None]] = peers_of_jax.PARTS | {
+    part: partial(without_last_rank, end=end) for part, end in WITHOUT_LAST.items()
+}
 
 
 def gather_over_store(mine: bytes) -> list[bytes]:
@@ -100,7 +108,12 @@ def start(part: str, count: int) -> int:
         subprocess.Popen([*command, str(rank), str(port), str(int(gpus < count))], env=environment)
         for rank in range(count)
     ]
-    return sum(process.wait() != 0 for process in started)
+    last = started.pop() if part in WITHOUT_LAST else None  # does not end by itself
+    failed = sum(process.wait() != 0 for process in started)
+    if last is not None:
+        last.kill()
+        last.wait()
+    return failed
 
 
 if __name__ == "__main__":
