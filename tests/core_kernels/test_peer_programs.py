@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import pytest
+from mxep.core_kernels.formats import packed_width
 from mxep.core_kernels.peer import programs
 from mxep.core_kernels.peer.programs.ffn import SAVED_FFN, TRANSPOSED, write_ffn_backward, write_ffn_forward
 from mxep.core_kernels.peer.programs.program import ADDRESSES, ALIGNMENT, Program, list_earlier, nbytes_of
@@ -27,7 +28,7 @@ def write_programs(layer: tuple[int, ...], ranks: int) -> dict[str, Program]:
     groups = experts // ranks
     rows = capacity_of(int(CAPACITY_FACTOR * tokens * top_k), groups, GROUP_ALIGNMENT)
     sizes = Sizes(0, ranks, groups, rows, dim, hidden, top_k, "bfloat16", 0, (1.0, 0.0, 0.0))
-    memory = Memory.of_packed(0, tokens * top_k, top_k, dim)
+    memory = Memory.of(0, tokens * top_k, top_k, packed_width(dim), 2 * dim)
     layout = Layout(GROUP_ALIGNMENT)
     return {
         "forward": write_ffn_forward(sizes, memory, True, (*LAID_OUT, *SAVED_FFN, *TRANSPOSED), layout),

@@ -8,7 +8,6 @@ tests/torch_frontend/ops/test_private.py runs both.
 
 import pkgutil
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -256,16 +255,6 @@ def in_forward_mode() -> bool:
 # Modes of torch_dispatch see every op: fake tensors, counters of operations, selective checkpointing.
 open_modes: Callable[[], int] | None = private("torch._C:_len_torch_dispatch_stack")
 """open_modes(): how many modes are open in this thread; None without the name."""
-_disable_modes: Callable[[], AbstractContextManager[Any]] | None = private(
-    "torch.utils._python_dispatch:_disable_current_modes"
-)
-
-
-def hide_from_modes() -> AbstractContextManager[Any]:
-    """A context whose ops no mode of torch_dispatch sees; it changes nothing where no mode is open."""
-    if _disable_modes is None or (open_modes is not None and not open_modes()):
-        return nullcontext()
-    return _disable_modes()
 
 
 # --- Process groups ---

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ...fold.matrix.plan import quantize_matrix_fold, quantize_matrix_fold_t
-from ...formats import packed_width
 from ...launch import ArrayType, KernelOp
 from .program import ADDRESSES, ALIGNMENT, ALL, MAIN, SIDE, Program, Step, nbytes_of, place
 
@@ -53,11 +52,6 @@ class Memory(NamedTuple):
         for nbytes in (tokens * row_bytes, 4 * slots, 4 * slots, more * slot_bytes, 4 * more):
             at.append(at[-1] + -(-nbytes // ALIGNMENT) * ALIGNMENT)
         return cls(*at, count=slots)
-
-    @classmethod
-    def of_packed(cls, start: int, slots: int, top_k: int, dim: int) -> "Memory":
-        """Of packed rows and of slots in bf16, both of `dim` values."""
-        return cls.of(start, slots, top_k, packed_width(dim), 2 * dim)
 
 
 class Layout(NamedTuple):
