@@ -109,8 +109,7 @@ def build(config: MixtralConfig, stage: int, device: torch.device, ep: int, rank
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if stage:
         mesh = init_device_mesh(device.type, (ranks // ep, ep), mesh_dim_names=("dp", "ep"))
-        beside = stage == 3 and device.type == "cuda" and ep > 1  # the ranks of "ep" are GPUs of one host
-        style = ExpertParallel(transport=PeerMemory(mesh["ep"].get_group())) if beside else None
+        style = ExpertParallel(transport=PeerMemory.choose(mesh["ep"].get_group())) if stage == 3 else None
         shard_moe(model, mesh, [MixtralDecoderLayer], style=style, mp_policy=policy)
     else:
         model.set_experts_implementation("eager")

@@ -9,6 +9,7 @@ It maps the memory of the other processes when a PeerMemory is made (processes.p
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,10 +23,12 @@ from ...core_kernels.launch import fail
 from ..ops import device
 from ..ops.checks import check_type
 from ..ops.mesh import Axes, axis_names
-from .processes import Shared, share_memory
+from .processes import Shared, list_hosts, share_memory
 
 OP = "PeerMemory"
 TIMEOUT = timedelta(minutes=10)
+ONE_RANK, NO_KERNELS = "one rank", "no CUDA kernels in this build for this GPU"
+LOG = logging.getLogger(__name__)
 _COUNT = itertools.count()
 
 
@@ -60,20 +63,48 @@ class PeerMemory:
     """
 
     def __init__(self, mesh: Mesh, axis_name: Axes, *, timeout: timedelta = TIMEOUT) -> None:
-        check_type(OP, "mesh", mesh, Mesh)
-        check_type(OP, "timeout", timeout, timedelta)
-        limit_ms = timeout // timedelta(milliseconds=1)
-        if limit_ms < 1:
-            fail(ValueError, OP, "timeout", timeout, "allowed: a millisecond or more")
-        names = axis_names(OP, "axis_name", axis_name)
-        if not names or not set(names) <= set(mesh.axis_names):
-            fail(ValueError, OP, "axis_name", repr(axis_name), f"allowed: axes of the mesh, {mesh.axis_names}")
+        names, limit_ms = _check(mesh, axis_name, timeout)
         self.mesh, self.axis_name = mesh, axis_name
         self.groups = _groups_of(mesh, names)
         self.number = jax.process_index() << 32 | next(_COUNT)
         self._group: Any = None
-        if mesh.devices.flat[0].platform != "cpu" and self.ranks > 1:
+        if _platform(mesh) != "cpu" and self.ranks > 1:
             self._connect(limit_ms)
+
+    @classmethod
+    def choose(cls, mesh: Mesh, axis_name: Axes, *, timeout: timedelta = TIMEOUT) -> "PeerMemory | None":
+        """Make a `PeerMemory` where it works, for programs that run on one GPU host, on several and on CPUs.
+
+        All processes of the mesh call it, and get the same answer. A sentence in the log of `mxep` says which exchange
+        runs: on GPUs without `PeerMemory` a warning.
+
+        Args:
+            mesh: A `jax.sharding.Mesh` of all devices of all processes.
+            axis_name: The mesh axis, or axes, along which the ranks are.
+            timeout: How long a rank waits for the others.
+
+        Returns:
+            A `PeerMemory` for two or more ranks on GPUs of one host; else None, the all-to-all of XLA.
+
+        Raises:
+            TypeError: For arguments of another type.
+            ValueError: For axes that the mesh does not have.
+            RuntimeError: Where GPUs cannot read each other's memory, or processes cannot share it.
+
+        Example:
+            >>> mesh = jax.make_mesh((1,), ("expert",))
+            >>> config = moe.MoEConfig(64, 64, 4, RouterConfig(2), transport=PeerMemory.choose(mesh, "expert"))
+            >>> config.transport is None
+            True
+        """
+        names, _ = _check(mesh, axis_name, timeout)
+        if reason := _find_obstacle(mesh, _groups_of(mesh, names).shape[1]):
+            level = logging.INFO if _platform(mesh) == "cpu" or reason == ONE_RANK else logging.WARNING
+            LOG.log(level, "PeerMemory.choose: %s: experts get their rows by all-to-all", reason)
+            return None
+        memory = cls(mesh, axis_name, timeout=timeout)
+        LOG.info("PeerMemory.choose: experts get their rows through PeerMemory of %d GPUs", memory.ranks)
+        return memory
 
     def __repr__(self) -> str:
         return f"PeerMemory(axis_name={self.axis_name!r}, ranks={self.ranks})"
@@ -99,8 +130,8 @@ class PeerMemory:
 
     def _connect(self, limit_ms: int) -> None:
         if device.compute_capability() not in cpp_bindings.cuda_archs:
-            got, allowed = "no CUDA kernels in this build for this GPU", "allowed: `make install-gpu` with nvcc"
-            fail(NotImplementedError, OP, "build", got, f"{allowed}, or transport=None")
+            allowed = "allowed: `make install-gpu` with nvcc, or transport=None"
+            fail(NotImplementedError, OP, "build", NO_KERNELS, allowed)
         if self.ranks > cpp_bindings.MOST_PEERS:
             fail(ValueError, OP, "mesh", f"{self.ranks} ranks", f"allowed: at most {cpp_bindings.MOST_PEERS}")
         pads = _make_signal_pads(self.mesh)
@@ -108,6 +139,37 @@ class PeerMemory:
         self.number, members = shared.number, _members(self.groups, shared)
         self._group = cpp_bindings.PeerGroup(shared.number, members, limit_ms, _Held(pads, shared))
         self._group.test()
+
+
+def _check(mesh: Mesh, axis_name: Axes, timeout: timedelta) -> tuple[Sequence[str], int]:
+    """The names of the axes, and the limit in milliseconds."""
+    check_type(OP, "mesh", mesh, Mesh)
+    check_type(OP, "timeout", timeout, timedelta)
+    limit_ms = timeout // timedelta(milliseconds=1)
+    if limit_ms < 1:
+        fail(ValueError, OP, "timeout", timeout, "allowed: a millisecond or more")
+    names = axis_names(OP, "axis_name", axis_name)
+    if not names or not set(names) <= set(mesh.axis_names):
+        fail(ValueError, OP, "axis_name", repr(axis_name), f"allowed: axes of the mesh, {mesh.axis_names}")
+    return names, limit_ms
+
+
+def _platform(mesh: Mesh) -> str:
+    return mesh.devices.flat[0].platform
+
+
+def _find_obstacle(mesh: Mesh, ranks: int) -> str:
+    """Why the ranks of this mesh have no PeerMemory, "" if they have. A collective of several processes."""
+    if _platform(mesh) == "cpu":
+        return "devices of a CPU"
+    if ranks == 1:
+        return ONE_RANK
+    if ranks > cpp_bindings.MOST_PEERS:
+        return f"{ranks} ranks, more than {cpp_bindings.MOST_PEERS}"
+    if device.compute_capability() not in cpp_bindings.cuda_archs:
+        return NO_KERNELS
+    hosts = len(set(list_hosts()))
+    return f"processes on {hosts} hosts" if hosts > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,15 +100,23 @@ def gather_bytes(mine: bytes) -> list[bytes]:
     return [row.tobytes() for row in process_allgather(np.frombuffer(mine, np.uint8))]
 
 
+def list_hosts() -> list[bytes]:
+    """The host of each process; a collective of several."""
+    return gather_bytes(_name_of_host()) if jax.process_count() > 1 else [_name_of_host()]
+
+
+def _name_of_host() -> bytes:
+    return uuid.UUID(_BOOT.read_text().strip()).bytes
+
+
 def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) -> tuple[list[Told], list[int]]:
     """`Told` of all devices, by process, and a descriptor of each; the own ones are `descriptors`."""
     name = uuid.uuid4().bytes
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(b"\0mxep-" + name.hex().encode())  # no file: the name ends with the socket
         server.listen(jax.process_count())
-        host = uuid.UUID(_BOOT.read_text().strip()).bytes
         # All processes listen when one knows the names.
-        heads = gather_bytes(host + name + len(told).to_bytes(4, "little"))
+        heads = gather_bytes(_name_of_host() + name + len(told).to_bytes(4, "little"))
         if len({head[:16] for head in heads}) > 1:
             fail(
                 ValueError,

@@ -6,6 +6,7 @@ offset. It reads the counts of all ranks where a call may have several rounds (r
                              '-- peer_experts.py       all other calls: pull, products, push
 """
 
+import logging
 import math
 import socket
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from .symmetric import has_shared_memory
 
 OP = "PeerMemory"
 TIMEOUT = timedelta(minutes=10)
+LOG = logging.getLogger(__name__)
 
 
 class PeerMemory:
@@ -93,14 +95,7 @@ class PeerMemory:
         on_overflow: OnOverflowOfPeers = "rounds",
         timeout: timedelta = TIMEOUT,
     ) -> None:
-        if rows is not None:
-            check_int(OP, "rows", rows, 1)
-        if capacity_factor is not None:
-            check_positive(OP, "capacity_factor", capacity_factor)
-            if rows is not None:
-                fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
-        require_choice(OP, "on_overflow", on_overflow, get_args(OnOverflowOfPeers))
-        timeout_ms = _to_milliseconds(timeout)
+        timeout_ms = _check_options(rows, capacity_factor, on_overflow, timeout)
         if got := _missing():
             fail(NotImplementedError, OP, "group", got, "allowed: GPUs of one host; other groups take no transport")
         self.group = _find_group(group)
@@ -120,6 +115,51 @@ class PeerMemory:
         self.longest = 0
         self.side = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self.programs: dict[Any, Any] = {}
+
+    @classmethod
+    def choose(
+        cls,
+        group: "str | dist.ProcessGroup | None" = None,
+        rows: int | None = None,
+        *,
+        capacity_factor: float | None = None,
+        on_overflow: OnOverflowOfPeers = "rounds",
+        timeout: timedelta = TIMEOUT,
+    ) -> "PeerMemory | None":
+        """Make a `PeerMemory` where it works, for scripts that run on one GPU host, on several and on CPUs.
+
+        All ranks of the group call it, and get the same answer. A sentence in the log of `mxep` says which exchange
+        runs: on GPUs without `PeerMemory` a warning.
+
+        Args:
+            group: a process group or its name; None is the default group.
+            rows: as of `PeerMemory`, and so are the arguments after it.
+            capacity_factor: the capacity of a rank, relative to the mean rows of a rank.
+            on_overflow: "rounds", "nan" or "drop". The all-to-all loses no row.
+            timeout: how long a GPU waits for the other ranks.
+
+        Returns:
+            A `PeerMemory` for two or more GPUs of one host; else None, the all-to-all of the group.
+
+        Raises:
+            ValueError: without a process group; for values that `PeerMemory` refuses.
+            TypeError: for values of another type.
+
+        Example:
+            >>> def parallelized(moe, mesh):  # under torchrun
+            ...     style = ExpertParallel(transport=PeerMemory.choose(mesh.get_group()))
+            ...     return parallelize_module(moe, mesh, style)
+        """
+        _check_options(rows, capacity_factor, on_overflow, timeout)
+        found = _find_group(group)
+        ranks: list[Any] = [None] * found.size()
+        dist.all_gather_object(ranks, (socket.gethostname(), _missing(found)), group=found)
+        if reason := _find_obstacle(ranks):
+            level = logging.WARNING if torch.cuda.is_available() and len(ranks) > 1 else logging.INFO
+            LOG.log(level, "PeerMemory.choose: %s: experts get their rows by all-to-all", reason)
+            return None
+        LOG.info("PeerMemory.choose: experts get their rows through PeerMemory of %d GPUs", len(ranks))
+        return cls(found, rows, capacity_factor=capacity_factor, on_overflow=on_overflow, timeout=timeout)
 
     @property
     def config_key(self) -> str:
@@ -248,8 +288,30 @@ def _to_milliseconds(timeout: timedelta) -> int:
     return int(timeout / timedelta(milliseconds=1))
 
 
-def _missing() -> str:
-    """What this process lacks for memory of peers."""
+def _check_options(rows: Any, capacity_factor: Any, on_overflow: Any, timeout: Any) -> int:
+    """The limit of a wait in milliseconds; raises TypeError and ValueError for values that are not allowed."""
+    if rows is not None:
+        check_int(OP, "rows", rows, 1)
+    if capacity_factor is not None:
+        check_positive(OP, "capacity_factor", capacity_factor)
+        if rows is not None:
+            fail(ValueError, OP, "capacity_factor", f"{capacity_factor} and rows={rows}", "allowed: one of the two")
+    require_choice(OP, "on_overflow", on_overflow, get_args(OnOverflowOfPeers))
+    return _to_milliseconds(timeout)
+
+
+def _find_obstacle(ranks: Sequence[tuple[str, str]]) -> str:
+    """Why these ranks have no PeerMemory, "" if they have. ranks: the host of each, and what it lacks."""
+    hosts = sorted({host for host, _ in ranks})
+    if len(ranks) == 1:
+        return "one rank"
+    if len(hosts) > 1:
+        return f"ranks on {', '.join(hosts)}"
+    return next((f"rank {rank} has {missing}" for rank, (_, missing) in enumerate(ranks) if missing), "")
+
+
+def _missing(group: dist.ProcessGroup | None = None) -> str:
+    """What this process lacks for memory of peers. group: of the GPUs that are meant, if any are."""
     if not has_shared_memory:
         return "a torch without torch.distributed._symmetric_memory"
     if not torch.cuda.is_available():

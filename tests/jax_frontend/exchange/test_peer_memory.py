@@ -1,6 +1,7 @@
 """transport=PeerMemory(...) has the same bytes as the all-to-all, here by the definition, an all-gather of the rows.
 The program for a GPU reads rows through the kernels of peers alone."""
 
+import logging
 import re
 from collections import Counter
 from datetime import timedelta
@@ -28,6 +29,7 @@ from mxep.jax_frontend import (
     sort_by_expert,
     weighted_combine,
 )
+from mxep.jax_frontend.exchange import peer_memory
 from mxep.jax_frontend.exchange.rows import spread_rows
 
 from ...compare import same_bytes
@@ -150,6 +152,35 @@ def test_the_program_for_gpus(rounds: bool) -> None:
     assert "all_to_all" not in text
     gathered = re.findall(r"all_gather.*?-> tensor<([\dx]+)xi32>", text, re.DOTALL)
     assert sorted(gathered) == sorted(["2x4", str(2 * TOKENS * config.router.top_k)])
+
+
+def test_choose(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "mxep")
+    mesh = mesh_of((2, 1), ("expert", "data"))
+    assert PeerMemory.choose(mesh, "expert") is None
+    with pytest.raises(ValueError, match=r"PeerMemory: axis_name: got 'ep'; allowed: axes of the mesh"):
+        PeerMemory.choose(mesh, "ep")
+    monkeypatch.setattr(peer_memory, "_platform", lambda mesh: "gpu")
+    assert PeerMemory.choose(mesh, "data") is None
+    monkeypatch.setattr(peer_memory.device, "compute_capability", lambda: (8, 0))
+    assert PeerMemory.choose(mesh, "expert") is None
+    monkeypatch.setattr(peer_memory.device, "compute_capability", lambda: (9, 0))
+    monkeypatch.setattr(peer_memory.cpp_bindings, "cuda_archs", ((9, 0),))
+    monkeypatch.setattr(peer_memory, "list_hosts", lambda: [b"a", b"b", b"a"])
+    assert PeerMemory.choose(mesh, "expert") is None
+    monkeypatch.setattr(peer_memory, "list_hosts", lambda: [b"a", b"a"])
+    monkeypatch.setattr(PeerMemory, "_connect", lambda memory, limit_ms: None)
+    memory = PeerMemory.choose(mesh, "expert", timeout=timedelta(seconds=1))
+    assert memory is not None
+    assert memory.ranks == 2
+    by_all_to_all = "experts get their rows by all-to-all"
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("INFO", f"PeerMemory.choose: devices of a CPU: {by_all_to_all}"),
+        ("INFO", f"PeerMemory.choose: one rank: {by_all_to_all}"),
+        ("WARNING", f"PeerMemory.choose: no CUDA kernels in this build for this GPU: {by_all_to_all}"),
+        ("WARNING", f"PeerMemory.choose: processes on 2 hosts: {by_all_to_all}"),
+        ("INFO", "PeerMemory.choose: experts get their rows through PeerMemory of 2 GPUs"),
+    ]
 
 
 def test_refused() -> None:

@@ -1,6 +1,8 @@
 """Ranks of PeerMemory on a CPU: programs by program_on_cpu.py, files as the memory of the ranks, Gloo as the barrier;
 run by test_peer_memory.py. device_ranks.py has the calls that overlap."""
 
+import logging
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from mxep.core_kernels.peer.programs.writer import Memory
@@ -79,6 +82,7 @@ class Files:
 
 
 UNINTERRUPTED = MappedMemory.uninterrupted
+MISSING = peer_memory._missing
 WRITE = RankRows.write
 EMPTY = torch.empty
 
@@ -123,7 +127,7 @@ def poisoned(*shape: object, **options: object) -> Tensor:
 
 
 def begin(rank: int) -> None:
-    peer_memory._missing = lambda: ""
+    peer_memory._missing = lambda group=None: ""
     peer_memory._device = lambda: torch.device("cpu")
     mapped_memory.shared_memory = files().shared_memory
     mapped_memory.barrier = files().barrier
@@ -150,12 +154,52 @@ def products(run: str, replicas: bool, *seeds: int) -> None:
         ep_overlap.products(memory(), run, replicas, range(seed, seed + 1), MOST_TOKENS)
 
 
+def chosen(**patches: Callable[..., str]) -> tuple[PeerMemory | None, str]:
+    """PeerMemory.choose and what it logs, where ranks have other hosts and lack something else."""
+    said: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("mxep")
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    places = {"host": (socket, "gethostname"), "missing": (peer_memory, "_missing")}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in patches.items():
+                patch.setattr(*places[name], function)
+            found = PeerMemory.choose(world().get_group(), on_overflow="nan")
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+    (sentence,) = said
+    return found, sentence
+
+
+def choose() -> None:
+    """All ranks have the same answer, whichever of them lacks something."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found, said = chosen()
+    assert found is not None
+    assert (found.on_overflow, found.ranks) == ("nan", ranks)
+    assert said == f"INFO PeerMemory.choose: experts get their rows through PeerMemory of {ranks} GPUs"
+    by_all_to_all = "experts get their rows by all-to-all"
+    last = ranks - 1
+    for patches, reason in (
+        ({"host": lambda: "b" if rank == last else "a"}, "ranks on a, b"),
+        ({"missing": lambda group: "no nvcc" if rank == last else ""}, f"rank {last} has no nvcc"),
+        ({"missing": MISSING}, "rank 0 has no CUDA"),
+    ):
+        found, said = chosen(**patches)
+        assert found is None
+        assert said == f"INFO PeerMemory.choose: {reason}: {by_all_to_all}"
+
+
 RECIPES = [run for run in ep_overlap.RUNS if run not in ("mxfp8", "mxfp8 folded")]
 """With biases, which no program that overlaps takes."""
 
 
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
     return {
+        "choose": choose,
         "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
         "folded": lambda: ffn("mxfp8 folded", 5),
         **{f"recipe {run}": lambda run=run: ffn(run, 4, 5) for run in RECIPES},

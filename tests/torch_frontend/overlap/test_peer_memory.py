@@ -50,6 +50,10 @@ def test_arguments() -> None:
         PeerMemory(timeout=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="PeerMemory: timeout"):
         PeerMemory(timeout=timedelta(0))
+    with pytest.raises(ValueError, match="PeerMemory: rows: got 0"):
+        PeerMemory.choose(rows=0)
+    with pytest.raises(ValueError, match="PeerMemory: group: got None; allowed: a process group"):
+        PeerMemory.choose()
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
