@@ -25,9 +25,10 @@ measure() {
 TRITON_INTERPRET=1 measure tests/conformance tests/kernels | tee "$out/interpreter.log"
 measure | tee "$out/normal.log"
 "$bin/python" -m coverage report --show-missing | tee "$out/python.txt"
-"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --merge-lines \
-  --fail-under-line 95 "$out/build" | tee "$out/cpp.txt"
-# Without slow tests: 98% of core_kernels, 97% of torch_frontend, 99% of jax_frontend; of C++ 96%.
+# The bindings in cuda.cc run on a GPU, where nothing counts lines.
+"$bin/python" -m gcovr --root . --filter core_kernels --filter cpp_bindings --exclude cpp_bindings/cuda.cc --merge-lines \
+  --fail-under-line 97 "$out/build" | tee "$out/cpp.txt"
+# Without slow tests: 99% of core_kernels, 97% of torch_frontend, 98% of jax_frontend; of C++ 98%.
 for floor in core_kernels=97 torch_frontend=96 jax_frontend=98; do
   "$bin/python" -m coverage report --include "${floor%=*}/*" --fail-under "${floor#*=}" --format total
 done
