@@ -128,8 +128,8 @@ class PeerMemory:
     ) -> "PeerMemory | None":
         """Make a `PeerMemory` where it works, for scripts that run on one GPU host, on several and on CPUs.
 
-        All ranks of the group call it, and get the same answer. A sentence in the log of `mxep` says which exchange
-        runs: on GPUs without `PeerMemory` a warning.
+        All ranks of the group call it, for layers on their GPUs, and get the same answer. A sentence in the log of
+        `mxep` says which exchange runs: on GPUs without `PeerMemory` a warning.
 
         Args:
             group: a process group or its name; None is the default group.
