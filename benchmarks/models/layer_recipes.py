@@ -36,6 +36,7 @@ RECIPES = {
     "bf16": "bf16",
 }
 MICRO_BATCHES = 4
+HELD = f"mxfp8, {MICRO_BATCHES} micro-batches"
 SHAPES = (*H200.moe_layers, MoELayer(12288, 3072, 1536, 48, 4))
 OP = "moe_layer_fwd_bwd"
 
@@ -58,7 +59,7 @@ def measure(shape: MoELayer, device: str, graph: bool) -> None:
     inputs = layer_inputs(shape, device)
     reference = torch_programs(plain_torch_layer(inputs, torch.float32), inputs)[OP]()
     runs = {name: torch_programs(layer_of_recipe(inputs, of), inputs)[OP] for name, of in RECIPES.items()}
-    runs[f"mxfp8, {MICRO_BATCHES} micro-batches"] = micro_batches(inputs)
+    runs[HELD] = micro_batches(inputs)
     replays = {name: captured(run) for name, run in runs.items()} if graph else {}
     steps = {name: replay for name, (replay, *_) in replays.items()} or runs
     errors = {}
@@ -70,7 +71,7 @@ def measure(shape: MoELayer, device: str, graph: bool) -> None:
     peaks = {name: None if graph else device_timing.peak_nbytes(step) for name, step in steps.items()}
     end = device_timing.torch_end(device)
     samples = device_timing.in_a_row({name: (step, end) for name, step in steps.items()})
-    us = {name: sample.us / (MICRO_BATCHES if "micro" in name else 1) for name, sample in samples.items()}
+    us = {name: sample.us / (MICRO_BATCHES if name == HELD else 1) for name, sample in samples.items()}
     for name, sample in samples.items():
         peak, of = peaks[name], peaks["mxfp8"]
         memory = f"peak {peak / 2**30:5.2f} GiB {peak / of:5.2f}" if peak and of else "no peak"

@@ -23,11 +23,11 @@ from ...core_kernels.launch import fail
 from ..ops import device
 from ..ops.checks import check_type
 from ..ops.mesh import Axes, axis_names
-from .processes import Shared, list_hosts, share_memory
+from .processes import NO_KERNELS, Shared, find_obstacle, share_memory
 
 OP = "PeerMemory"
 TIMEOUT = timedelta(minutes=10)
-ONE_RANK, NO_KERNELS = "one rank", "no CUDA kernels in this build for this GPU"
+ONE_RANK = "one rank"
 LOG = logging.getLogger(__name__)
 _COUNT = itertools.count()
 
@@ -69,6 +69,9 @@ class PeerMemory:
         self.number = jax.process_index() << 32 | next(_COUNT)
         self._group: Any = None
         if _platform(mesh) != "cpu" and self.ranks > 1:
+            if reason := _find_obstacle(mesh, self.ranks):
+                error = NotImplementedError if reason == NO_KERNELS else ValueError
+                fail(error, OP, "mesh", reason, "allowed: GPUs of one host, in a build with nvcc; or transport=None")
             self._connect(limit_ms)
 
     @classmethod
@@ -129,11 +132,6 @@ class PeerMemory:
             fail(ValueError, op, OP, got, f"allowed: one of this mesh, with axes {dict(mesh.shape)}")
 
     def _connect(self, limit_ms: int) -> None:
-        if device.compute_capability() not in cpp_bindings.cuda_archs:
-            allowed = "allowed: `make install-gpu` with nvcc, or transport=None"
-            fail(NotImplementedError, OP, "build", NO_KERNELS, allowed)
-        if self.ranks > cpp_bindings.MOST_PEERS:
-            fail(ValueError, OP, "mesh", f"{self.ranks} ranks", f"allowed: at most {cpp_bindings.MOST_PEERS}")
         pads = _make_signal_pads(self.mesh)
         shared = share_memory(OP, self.mesh, pads, self.number, limit_ms)
         self.number, members = shared.number, _members(self.groups, shared)
@@ -166,10 +164,7 @@ def _find_obstacle(mesh: Mesh, ranks: int) -> str:
         return ONE_RANK
     if ranks > cpp_bindings.MOST_PEERS:
         return f"{ranks} ranks, more than {cpp_bindings.MOST_PEERS}"
-    if device.compute_capability() not in cpp_bindings.cuda_archs:
-        return NO_KERNELS
-    hosts = len(set(list_hosts()))
-    return f"processes on {hosts} hosts" if hosts > 1 else ""
+    return find_obstacle(mesh, device.compute_capability() in cpp_bindings.cuda_archs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from ... import cpp_bindings
 from ...core_kernels.launch import fail
 
+NO_KERNELS = "no CUDA kernels in this build for this GPU"
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -53,11 +54,24 @@ class Told(NamedTuple):
     nbytes: int
 
 
+def find_obstacle(mesh: Mesh, has_kernels: bool) -> str:
+    """Why the processes of a mesh cannot share memory, "" if they can. With several processes a collective of them."""
+    processes = {d.process_index for d in mesh.devices.flat}
+    if processes == {jax.process_index()}:
+        return "" if has_kernels else NO_KERNELS
+    if len(processes) < jax.process_count():
+        return f"devices of {len(processes)} of {jax.process_count()} processes"
+    of_all = gather_bytes(uuid.UUID(_BOOT.read_text().strip()).bytes + bytes([has_kernels]))
+    hosts = len({told[:-1] for told in of_all})
+    if hosts > 1:
+        return f"processes on {hosts} hosts"
+    return "" if all(told[-1] for told in of_all) else NO_KERNELS
+
+
 def share_memory(op: str, mesh: Mesh, pads: jax.Array, number: int, limit_ms: int) -> Shared:
-    """The devices of a mesh; with several processes a collective of all of them. pads: a row per device.
+    """The devices of a mesh without an obstacle; a collective of several processes. pads: a row per device.
 
     Raises:
-        ValueError: For processes on several hosts, or a mesh without some process.
         RuntimeError: For processes that no socket connects, such as processes in different containers.
     """
     addresses = {s.index[0].start or 0: s.data.unsafe_buffer_pointer() for s in pads.addressable_shards}
@@ -65,8 +79,6 @@ def share_memory(op: str, mesh: Mesh, pads: jax.Array, number: int, limit_ms: in
     processes = {d.process_index for d in mesh.devices.flat}
     if processes == {jax.process_index()}:
         return Shared(number, [Device(ordinals[i], addresses[i], 0, (0, 0)) for i in range(mesh.size)], [])
-    if len(processes) < jax.process_count():
-        fail(ValueError, op, "mesh", f"devices of {len(processes)} processes", f"allowed: of {jax.process_count()}")
     found = {i: cpp_bindings.peer_region(address) for i, address in addresses.items()}
     here = jax.process_index()
     told = [Told(here, number, i, addresses[i], base, nbytes) for i, (base, nbytes, _) in found.items()]
@@ -100,15 +112,6 @@ def gather_bytes(mine: bytes) -> list[bytes]:
     return [row.tobytes() for row in process_allgather(np.frombuffer(mine, np.uint8))]
 
 
-def list_hosts() -> list[bytes]:
-    """The host of each process; a collective of several."""
-    return gather_bytes(_name_of_host()) if jax.process_count() > 1 else [_name_of_host()]
-
-
-def _name_of_host() -> bytes:
-    return uuid.UUID(_BOOT.read_text().strip()).bytes
-
-
 def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) -> tuple[list[Told], list[int]]:
     """`Told` of all devices, by process, and a descriptor of each; the own ones are `descriptors`."""
     name = uuid.uuid4().bytes
@@ -116,21 +119,13 @@ def _exchange(op: str, told: list[Told], descriptors: list[int], limit_ms: int) 
         server.bind(b"\0mxep-" + name.hex().encode())  # no file: the name ends with the socket
         server.listen(jax.process_count())
         # All processes listen when one knows the names.
-        heads = gather_bytes(_name_of_host() + name + len(told).to_bytes(4, "little"))
-        if len({head[:16] for head in heads}) > 1:
-            fail(
-                ValueError,
-                op,
-                "mesh",
-                "processes on several hosts",
-                "allowed: processes of one host; transport=None for others",
-            )
-        most = max(int.from_bytes(head[32:], "little") for head in heads)
+        heads = gather_bytes(name + len(told).to_bytes(4, "little"))
+        most = max(int.from_bytes(head[16:], "little") for head in heads)
         rows = np.full((most, len(Told._fields)), -1, np.int64)
         rows[: len(told)] = np.array(told)
         tables = [np.frombuffer(raw, np.int64).reshape(rows.shape) for raw in gather_bytes(rows.tobytes())]
         of_process = [[Told(*map(int, row)) for row in table if row[0] >= 0] for table in tables]
-        names = [b"\0mxep-" + head[16:32].hex().encode() for head in heads]
+        names = [b"\0mxep-" + head[:16].hex().encode() for head in heads]
         found = _send_and_receive(op, server, names, descriptors, [len(table) for table in of_process], limit_ms)
     return [one for table in of_process for one in table], [d for part in found for d in part]
 
@@ -142,7 +137,7 @@ def _send_and_receive(
     here, found = jax.process_index(), []
     server.settimeout(limit_ms / 1000)
     try:
-        peers = {process: _connected(name, limit_ms) for process, name in enumerate(names) if process != here}
+        peers = {process: _connect(name, limit_ms) for process, name in enumerate(names) if process != here}
         for _ in peers:
             connection, _ = server.accept()
             with connection:
@@ -162,7 +157,7 @@ def _send_and_receive(
     return found
 
 
-def _connected(name: bytes, limit_ms: int) -> socket.socket:
+def _connect(name: bytes, limit_ms: int) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(limit_ms / 1000)
     peer.connect(name)

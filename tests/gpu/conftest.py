@@ -5,7 +5,7 @@ import os
 import torch
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX shares the GPU with torch and other workers
-# A captured graph that an earlier test left in a cycle is freed before the next capture, which its end would break off.
+# A test may leave a captured graph in a reference cycle. Freed during the capture of a later test, it breaks that off.
 torch.compiler.config.force_cudagraph_gc = True
 
 collect_ignore_glob = [] if torch.cuda.is_available() else ["*test_*.py"]

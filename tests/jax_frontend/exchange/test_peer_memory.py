@@ -164,11 +164,16 @@ def test_choose(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
     assert PeerMemory.choose(mesh, "data") is None
     monkeypatch.setattr(peer_memory.device, "compute_capability", lambda: (8, 0))
     assert PeerMemory.choose(mesh, "expert") is None
+    allowed = "allowed: GPUs of one host, in a build with nvcc; or transport=None"
+    with pytest.raises(NotImplementedError, match=f"PeerMemory: mesh: got no CUDA kernels in this build.*; {allowed}"):
+        PeerMemory(mesh, "expert")
     monkeypatch.setattr(peer_memory.device, "compute_capability", lambda: (9, 0))
     monkeypatch.setattr(peer_memory.cpp_bindings, "cuda_archs", ((9, 0),))
-    monkeypatch.setattr(peer_memory, "list_hosts", lambda: [b"a", b"b", b"a"])
+    monkeypatch.setattr(peer_memory, "find_obstacle", lambda mesh, has_kernels: "processes on 2 hosts")
     assert PeerMemory.choose(mesh, "expert") is None
-    monkeypatch.setattr(peer_memory, "list_hosts", lambda: [b"a", b"a"])
+    with pytest.raises(ValueError, match=f"PeerMemory: mesh: got processes on 2 hosts; {allowed}"):
+        PeerMemory(mesh, "expert")
+    monkeypatch.setattr(peer_memory, "find_obstacle", lambda mesh, has_kernels: "")
     monkeypatch.setattr(PeerMemory, "_connect", lambda memory, limit_ms: None)
     memory = PeerMemory.choose(mesh, "expert", timeout=timedelta(seconds=1))
     assert memory is not None
