@@ -6,6 +6,7 @@ starts the processes, a GPU each. PART: a name of PARTS. On one GPU two processe
 all-gathers and the bytes of `gather_bytes` go other ways there, and the kernels and the mapped memory are the same.
 """
 
+import faulthandler
 import itertools
 import os
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 from jax import lax
 from mxep.jax_frontend.exchange import device_exchange, peer_exchange, processes
 from mxep.jax_frontend.exchange.peer_memory import PeerMemory
@@ -27,6 +29,8 @@ from mxep.jax_frontend.exchange.peer_rows import Peers
 from . import peers_of_jax
 
 LIMIT, CALLS = timedelta(seconds=5), itertools.count()
+HANG = 120
+"""Seconds after which a process prints what its threads do. A run takes 30."""
 
 
 def without_last_rank(memory: PeerMemory, end: Callable[[], None]) -> None:
@@ -87,6 +91,7 @@ def share_one_gpu() -> None:
 
 
 def run_rank(part: str, count: int, rank: int, port: str, one_gpu: bool) -> None:
+    faulthandler.dump_traceback_later(HANG)
     device = 0 if one_gpu else rank
     jax.distributed.initialize(f"127.0.0.1:{port}", count, rank, local_device_ids=[device])
     if one_gpu:
@@ -97,7 +102,7 @@ def run_rank(part: str, count: int, rank: int, port: str, one_gpu: bool) -> None
 
 def start(part: str, count: int) -> int:
     """The number of processes that failed. Their output is this process's."""
-    gpus = len(os.listdir("/proc/driver/nvidia/gpus"))
+    gpus = torch.cuda.device_count()  # without a context
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

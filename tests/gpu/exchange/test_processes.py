@@ -1,5 +1,7 @@
 """Several processes of JAX have the bytes of one, and end when one of them dies: processes_of_jax.py."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -7,13 +9,22 @@ import time
 import jax
 import pytest
 
-from .processes_of_jax import WITHOUT_LAST
+from .processes_of_jax import HANG, WITHOUT_LAST
 
 
 def run(part: str, count: int) -> tuple[int, str]:
+    """The number of processes that failed, and the output of all. None is left."""
     command = [sys.executable, "-m", "tests.gpu.exchange.processes_of_jax", part, str(count)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    return found.returncode, found.stdout + found.stderr
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        text, _ = process.communicate(timeout=HANG + 20)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        text, _ = process.communicate()
+        pytest.fail(f"no end within {HANG + 20} s: {text[-6000:]}")
+    return process.returncode, text
 
 
 @pytest.mark.parametrize("part", ["rows", "program"])
@@ -23,7 +34,7 @@ def test_bytes(part: str, count: int) -> None:
     if count > 2 and len(jax.devices("gpu")) < count:
         pytest.skip("four processes need four GPUs")
     failed, text = run(part, count)
-    assert not failed, text[-3000:]
+    assert not failed, text[-6000:]
     assert text.count(f"ran {part} as rank") == count
 
 
@@ -31,7 +42,7 @@ def test_bytes(part: str, count: int) -> None:
 def test_a_rank_that_does_not_come_ends_the_others(part: str) -> None:
     begin = time.monotonic()
     failed, text = run(part, 2)
-    assert failed == 1, text[-3000:]
-    assert "PeerMemory: rank 0 waited 5.0 s for rank 1 of 2, which did not come" in text, text[-3000:]
+    assert failed == 1, text[-6000:]
+    assert "PeerMemory: rank 0 waited 5.0 s for rank 1 of 2, which did not come" in text, text[-6000:]
     assert "rank 0 ended" in text
     assert time.monotonic() - begin < 120
