@@ -6,8 +6,8 @@
 #include <string>
 
 #include "cuda/launch.h"
-#include "peer/group/first_calls.h"
 #include "peer/group/group.h"
+#include "peer/group/threads.h"
 
 namespace mxep::cuda {
 namespace {
@@ -131,7 +131,7 @@ struct Group::State {
     cudaStream_t side;
   };
   int64_t number;
-  FirstCalls first_calls;
+  Threads threads;
   std::map<int, OfDevice> devices;
 
   const OfDevice& here(const char* op) const {
@@ -146,7 +146,7 @@ struct Group::State {
 };
 
 Group::Group(int64_t number, const std::vector<Member>& members, std::chrono::milliseconds limit)
-    : state_(new State{number, FirstCalls(members.size(), limit), {}}) {
+    : state_(new State{number, Threads(members.size(), limit), {}}) {
   for (const Member& member : members) {
     const size_t ranks = member.pads.size();
     if (ranks > kMostPeers || member.shifts.size() != ranks || member.ordinals.size() != ranks || member.rank < 0 ||
@@ -217,12 +217,11 @@ void Group::run(int64_t number, const PeerOp& op, const Call& call, cudaStream_t
   const Sent mine{address(call.in[0]), address(call.out[0]), writes ? address(call.out[1]) : 0, number_of(op, call)};
   int device;
   check(op.name, cudaGetDevice(&device));
-  const auto join = [&](int step) { state.first_calls.join(device, mine.call, step); };
   launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, mine, call.in[2].as<const int32_t>());
-  join(0);
+  state.threads.join(device);
   op.run(call, {here.meeting.pads[here.meeting.rank]->peers, here.meeting.count, here.side}, stream);
   launch_kernel(op.name, meet, 1, 32, 0, stream, here.meeting, Sent{0, 0, 0, ~mine.call}, nullptr);
-  join(1);
+  state.threads.join(device);
 }
 
 }  // namespace mxep::cuda

@@ -5,9 +5,9 @@
 //                             addresses                                                  nothing
 //
 // `meet` is a kernel of one warp: it tells every rank the addresses of this rank's arrays, signals it, and waits for
-// its signal, with release and acquire of system scope. The host waits for nothing, but for the other threads of its
-// process when they run a call for the first time. The ranks call the same ops in one order; a kernel compares the
-// calls. After `limit` without a rank the kernel prints a sentence and ends with an error.
+// its signal, with release and acquire of system scope. The host waits for no GPU, but a thread waits until the
+// other threads of its process have launched the same meeting (threads.h). The ranks call the same ops in one order; a
+// kernel compares the calls. After `limit` without a rank the kernel prints a sentence and ends with an error.
 #pragma once
 
 #include <chrono>

@@ -1,39 +1,40 @@
-"""The first calls of core_kernels/peer/group/first_calls.h: no thread passes a step before all have come to it, later
-calls wait for nothing, and a thread that waits in vain gets an error."""
+"""The threads of core_kernels/peer/group/threads.h: none returns from a call before all have made it, and a thread that
+waits in vain gets an error."""
 
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = r"""
-#include "peer/group/first_calls.h"
+#include "peer/group/threads.h"
 #include <atomic>
 #include <cstdio>
 #include <thread>
 #include <vector>
 
-constexpr int kThreads = 5, kCalls = 400, kSteps = 2;
+constexpr int kThreads = 5, kCalls = 800;
 
 int main() {
-  mxep::FirstCalls all(kThreads, std::chrono::minutes(1));
-  std::atomic<int> come[kCalls][kSteps] = {}, early = 0;
+  mxep::Threads all(kThreads, std::chrono::minutes(1));
+  std::atomic<int> come[kCalls] = {}, early = 0;
   std::vector<std::thread> threads;
   for (int device = 0; device < kThreads; ++device)
     threads.emplace_back([&, device] {
-      for (int call = 0; call < kCalls; ++call)
-        for (int step = 0; step < kSteps; ++step) {
-          ++come[call][step];
-          all.join(device, call, step);
-          early += come[call][step] < kThreads;
-        }
+      for (auto& of_call : come) {
+        ++of_call;
+        all.join(device);
+        early += of_call < kThreads;
+      }
     });
   for (auto& thread : threads) thread.join();
   std::printf("early: %d\n", early.load());
-  all.join(0, 0, 0);
-  mxep::FirstCalls alone(1, std::chrono::minutes(1)), two(2, std::chrono::milliseconds(20));
-  alone.join(0, 0, 0);
+  mxep::Threads alone(1, std::chrono::minutes(1)), two(2, std::chrono::milliseconds(20));
+  alone.join(0);
+  std::thread other([&] { two.join(1); });
+  two.join(0);
+  other.join();
   try {
-    two.join(0, 7, 0);
+    two.join(0);
   } catch (const std::runtime_error& error) {
     std::puts(error.what());
   }
