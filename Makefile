@@ -151,13 +151,14 @@ install-gpu:
 
 # On the GPU with $(PYTHON), after install-gpu. Excluded: the C++ kernels, ranks on a CPU, slow tests, and the references
 # for the oracle, which need onnx and gfloat. JAX allocates memory on demand, because processes share the device. The
-# files that take longest start first. Host time, and a product in a green context, are timed last, with no other test
-# running.
+# files that take longest start first. Tests of several GPUs run without others, whose kernels would take turns with
+# kernels that wait for another GPU. Host time, and a product in a green context, are timed last, alone too.
 test-gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) -m pytest -m "not slow" -n 8 --dist loadfile tests/conformance \
 	  --ignore tests/conformance/test_references.py -k "(torch or jax) and not expert_parallel"
 	$(PYTHON) -m pytest -n 8 --dist loadfile --no-loadscope-reorder tests/gpu/test_large.py \
-	  tests/gpu/test_sanitizer.py tests/gpu -m "not slow" -k "not host_time and not whole_device"
+	  tests/gpu/test_sanitizer.py tests/gpu -m "not slow and not several_gpus" -k "not host_time and not whole_device"
+	$(PYTHON) -m pytest tests/gpu/exchange -m "several_gpus and not slow"
 	$(PYTHON) -m pytest tests/gpu/test_cost.py tests/gpu/launch/test_contexts.py -k "host_time or whole_device"
 
 lint: .venv/.dev

@@ -8,8 +8,11 @@ import time
 
 import jax
 import pytest
+import torch
 
 from .processes_of_jax import HANG, WITHOUT_LAST
+
+pytestmark = [pytest.mark.several_gpus] if torch.cuda.device_count() > 1 else []
 
 
 def run(part: str, count: int) -> tuple[int, str]:

@@ -12,6 +12,7 @@ from . import ranks
 
 SCRIPT = ("-m", "tests.gpu.exchange.ranks")
 RANKS = min(torch.cuda.device_count(), 8)
+pytestmark = [pytest.mark.several_gpus] if RANKS > 1 else []
 two_gpus = pytest.mark.skipif(RANKS < 2, reason="a rank that waits for another needs two GPUs")
 
 

@@ -11,7 +11,7 @@ from .sharded import CHECKS
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.several_gpus)])
 def test_on_gpus(count: int, check: Callable, kind: AxisType) -> None:
     devices = jax.devices("gpu")[:count]
     if len(devices) < count:
