@@ -1,11 +1,12 @@
 """A rank that dies or hangs in any phase of a layer ends the other one: within the time limit of PeerMemory and the
-time that torch's own all-reduce needs, measured first. deaths.py has the ranks. All are slow, as they wait for limits;
-several at a time share two GPUs:
+time that torch's own all-reduce needs, measured at the same time. deaths.py has the ranks. All are slow, as they wait
+for limits; several at a time share two GPUs:
 
     python -m pytest tests/gpu/exchange/test_deaths.py -k without_a_death           first: it compiles the kernels
     python -m pytest -n 8 --dist load tests/gpu/exchange/test_deaths.py -k "device"      or bf16, or all-to-all
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
@@ -43,7 +44,9 @@ def test_without_a_death_both_end(exchange: str) -> None:
 @pytest.mark.parametrize("name", DEATHS)
 def test_the_other_ends(name: str) -> None:
     exchange, phase, kind = DEATHS[name]
-    of_all_reduce = seconds_of_all_reduce(kind.removesuffix(f" {IN_FLIGHT}"))
-    found = run(exchange, phase, kind)
+    with ThreadPoolExecutor(1) as pool:
+        measured = pool.submit(seconds_of_all_reduce, kind.removesuffix(f" {IN_FLIGHT}"))
+        found = run(exchange, phase, kind)
+    of_all_reduce = measured.result()
     print(f"{name}: ended {found.code} after {found.seconds:.1f} s, an all-reduce after {of_all_reduce:.1f} s")
     require_end(found, of_all_reduce, MESSAGES[exchange])
