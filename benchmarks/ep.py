@@ -5,7 +5,7 @@ plain torch with bf16 all-to-alls; over Gloo at a small size where there is no G
     layer     router, dispatch, experts, combine           cases/ep_layer.py
 
     bytes of every run over a transport = bytes of the run without one; SQNR of result and gradients against bf16
-    rounds: bf16 | bf16 wire | no transport | deduplicated | peer memory    median of the slowest rank
+    back-to-back steps: bf16 | bf16 wire | no transport | deduplicated | peer memory    median of the slowest rank
     peer memory: one round, also with the forward, and with the step, in a CUDA graph
     peer memory, in rounds: the default, as many rounds as a routing needs
 """
@@ -46,14 +46,13 @@ def size_of(shape: Shape) -> str:
 
 NAMES = (*KINDS, *RECIPES, *OVER,
          *dict.fromkeys(size_of(s) for kind in KINDS.values() for s in (*kind.H200, *kind.TINY)))  # fmt: skip
-ROUNDS = 10
 SLACK = 1.25
 """Capacity of peer memory, relative to the rows of balanced ranks; in one round with another routing it is all rows."""
 TIMEOUT = timedelta(seconds=90)
 BOTH = "both"
 
 
-def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) -> Iterator[Line]:
+def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
     """Lines of rank 0; nothing on the other ranks.
 
     only: names of kinds, recipes, sizes, of peer memory or deduplications; of a sort that is not named all. routing: of
@@ -80,7 +79,7 @@ def lines(only: Sequence[str], routing: str = "balanced", rounds: int = ROUNDS) 
         work = kind.work(shape, routing, recipe, opened, device)
         left_out = {ONCE, SUMMED} - set(over)
         work = work._replace(forwards={name: f for name, f in work.forwards.items() if name not in left_out})
-        found = _measured(work, opened, device, rounds)
+        found = _measured(work, opened, device)
         if dist.get_rank() == 0:
             yield from found
         del work, opened
@@ -128,7 +127,7 @@ def named(only: Sequence[str], sort: Sequence[str] | Mapping[str, object]) -> li
     return [name for name in sort if name in only or not set(only) & set(sort)]
 
 
-def _measured(work: Work, transports: Mapping[str, PeerMemory], device: torch.device, rounds: int) -> list[Line]:
+def _measured(work: Work, transports: Mapping[str, PeerMemory], device: torch.device) -> list[Line]:
     sqnr = check(work)
     runs: dict[str, Callable[[], object]] = {}
     for name, forward in work.forwards.items():
@@ -137,7 +136,7 @@ def _measured(work: Work, transports: Mapping[str, PeerMemory], device: torch.de
         if name == OVER_PEERS:
             runs[f"{IN_A_GRAPH} forward"] = _captured(forward)
             runs[f"{IN_A_GRAPH} {BOTH}"] = _captured(lambda f=forward: work.step(f))
-    times = ranks.times(runs, device, rounds)
+    times = ranks.in_a_row(runs, device)
     peaks: dict[str, int | None] = {}
     for name, forward in work.forwards.items():
         peak = peak_nbytes(lambda f=forward: work.step(f))

@@ -125,10 +125,10 @@ class _Inputs:
             least = min(db, key=lambda name: db[name])
             if not all(found >= MIN_SQNR_DB for found in db.values()):
                 raise AssertionError(f"ep_jax: {recipe}: {db} dB from bf16; expected {MIN_SQNR_DB} or more")
-            timed: dict[str, device_timing.Program] = {
-                name: (partial(program, *arguments), jax.block_until_ready) for name, program in programs.items()
+            timed: dict[str, device_timing.Step] = {
+                name: (partial(program, *arguments), device_timing.jax_end) for name, program in programs.items()
             }
-            samples = device_timing.batches(timed, calls=2, samples=10)
+            samples = device_timing.in_a_row(timed)
             ours, theirs = samples[recipe], samples[PEER]
             peaks = [_peak_nbytes(programs[name]) for name in (recipe, PEER)] if op.endswith("bwd") else [None, None]
             yield Line(

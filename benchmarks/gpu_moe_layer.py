@@ -43,7 +43,7 @@ from .cases.moe_layer import (
 )
 from .cases.shapes import MoELayer, RoutedLayer
 from .clocks import device_timing, energy
-from .clocks.device_timing import Each, torch_end
+from .clocks.device_timing import Each, jax_end, torch_end
 from .clocks.timing import Sample
 from .figures.failures import failed, guarded
 from .figures.results import Line
@@ -145,11 +145,6 @@ def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each
     yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, found, peaks)
 
 
-def _jax_end(result: Sequence[jax.Array]) -> Callable[[], object]:
-    """All outputs of a program are there at the same time. Only y is kept until then."""
-    return partial(jax.block_until_ready, result[0])
-
-
 def _peak(program: Any) -> int | None:
     """Of a compiled program: XLA's temporaries and outputs."""
     memory: Any = getattr(program, "memory_analysis", lambda: None)()
@@ -190,7 +185,7 @@ def in_a_row_lines(
             found = Found(check(inputs, reference[: len(outputs)], outputs), _peak(program))
             del outputs
             steps: dict[str, device_timing.Step] = {
-                "run": (partial(program, *arguments), _jax_end),
+                "run": (partial(program, *arguments), jax_end),
                 "torch_frontend": (ours[op], end),
                 PLAIN: (plain[op], end),
             }
@@ -207,7 +202,7 @@ def in_a_row_lines(
                 try:
                     peer, peaks[RAGGED_DOT] = _ragged_dot(inputs, op)
                     jax.block_until_ready(peer())
-                    steps[RAGGED_DOT] = peer, _jax_end
+                    steps[RAGGED_DOT] = peer, jax_end
                 except Exception:
                     failed(f"{op} in JAX: peer {RAGGED_DOT}", failures)
             samples = device_timing.in_a_row(steps)

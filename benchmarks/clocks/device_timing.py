@@ -17,6 +17,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +60,13 @@ def torch_end(device: str) -> Callable[[object], Callable[[], object]]:
         return event.synchronize
 
     return end if device == "cuda" else lambda _: lambda: None
+
+
+def jax_end(result: Any) -> Callable[[], object]:
+    """A wait for the outputs of a program of JAX, which are there at the same time; the smallest is kept until then."""
+    import jax
+
+    return partial(jax.block_until_ready, min(jax.tree.leaves(result), key=lambda leaf: leaf.size))
 
 
 def alternating(candidates: Mapping[str, T], round_: int) -> list[tuple[str, T]]:
@@ -155,20 +163,39 @@ def settle(
     return wait, settled, time.perf_counter() - start
 
 
-def _groups(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], groups: int) -> list[float]:
-    """Seconds per step of each group."""
-    wait, settled, seconds = settle(run, end)
-    calls = math.ceil(BATCH_US / 1e6 * settled / seconds)
+def launched_ahead(
+    run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], wait: Callable[[], object], steps: int
+) -> Callable[[], object]:
+    """Launch steps, and wait each time for the step before. wait: for the step that is launched; returns the wait for
+    the last one."""
+    for _ in range(steps):
+        following = end(run())
+        wait()
+        wait = following
+    return wait
+
+
+def groups_of(
+    run: Callable[[], Any],
+    end: Callable[[Any], Callable[[], object]],
+    wait: Callable[[], object],
+    steps: int,
+    groups: int,
+) -> list[float]:
+    """Seconds per step of each group of so many steps, without a pause. wait: for the step that is launched."""
     found = []
     for _ in range(groups):
         start = time.perf_counter()
-        for _ in range(calls):
-            following = end(run())
-            wait()
-            wait = following
-        found.append((time.perf_counter() - start) / calls)
+        wait = launched_ahead(run, end, wait, steps)
+        found.append((time.perf_counter() - start) / steps)
     wait()
     return found
+
+
+def _groups(run: Callable[[], Any], end: Callable[[Any], Callable[[], object]], groups: int) -> list[float]:
+    """Seconds per step of each group."""
+    wait, settled, seconds = settle(run, end)
+    return groups_of(run, end, wait, math.ceil(BATCH_US / 1e6 * settled / seconds), groups)
 
 
 def kernels(candidates: Programs, calls: int = 50, samples: int = 4) -> dict[str, Sample]:

@@ -1,41 +1,49 @@
 """Times of programs that all ranks of a process group run together: the slowest rank counts."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from .timing import Sample, summarize
+from . import device_timing
+from .timing import Sample
 
-WARM_UP = 2
+FIRST = 4
+"""Steps whose time says how many steps a stretch has."""
 
 
-def times(runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, Sample]:
-    """Time of each run on the slowest rank. Every run once per round, every other round backwards; the first rounds
-    warm up and are not counted."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for round_ in range(WARM_UP + rounds):
-        for name, run in list(runs.items())[:: -1 if round_ % 2 else 1]:
-            seconds[name].append(_seconds(run, device))
-    table = torch.tensor([of_one[WARM_UP:] for of_one in seconds.values()], device=device)
+def in_a_row(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 4, groups: int = 5
+) -> dict[str, Sample]:
+    """Time of a step among steps that follow each other, as device_timing.in_a_row, on the slowest rank: rounds / 2 x
+    groups samples. All ranks run the same number of steps."""
+    end = device_timing.torch_end(device.type)
+    counts = {name: _counts(run, end, device) for name, run in runs.items()}
+    seconds: dict[str, list[list[float]]] = {name: [] for name in runs}
+    for round_ in range(rounds):
+        for name, run in device_timing.alternating(runs, round_):
+            settling, steps = counts[name]
+            wait = device_timing.launched_ahead(run, end, end(run()), settling)
+            seconds[name].append(device_timing.groups_of(run, end, wait, steps, groups))
+    table = torch.tensor([seconds[name] for name in runs], device=device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return {name: summarize(row) for name, row in zip(runs, table.tolist(), strict=True)}
+    return device_timing.summarize_pairs(dict(zip(runs, table.tolist(), strict=True)))
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    dist.barrier()
-    if device.type == "cpu":
-        start = time.perf_counter()
-        run()
-        return time.perf_counter() - start
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    run()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3
+def _counts(
+    run: Callable[[], object], end: Callable[[object], Callable[[], object]], device: torch.device
+) -> tuple[int, int]:
+    """The steps in which the clock of the card settles, and the steps of a group."""
+    end(run())()
+    start = time.perf_counter()
+    device_timing.launched_ahead(run, end, end(run()), FIRST - 1)()
+    seconds = torch.tensor((time.perf_counter() - start) / FIRST, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    stretches = device_timing.SETTLE_S, device_timing.BATCH_US / 1e6
+    settling, steps = (math.ceil(stretch / seconds.item()) for stretch in stretches)
+    return settling, steps
 
 
 def largest(nbytes: int | None, device: torch.device) -> int | None:

@@ -6,7 +6,7 @@ GPU.
     mesh    data ranks x expert ranks: all ranks are data ranks; of four ranks also 2 x 2
 
     bytes of loss and sharded gradients: equal
-    rounds: bytes | values    forward and backward, median of the slowest rank
+    back-to-back steps: bytes | values    forward and backward, median of the slowest rank
 """
 
 import gc
@@ -26,7 +26,7 @@ from ..cases.byte_check import differing
 from ..cases.shapes import MoELayer
 from ..clocks import ranks
 from ..clocks.device_timing import peak_nbytes
-from ..ep import ROUNDS, join, named, rank_device
+from ..ep import join, named, rank_device
 from ..figures.results import Line
 
 RECIPE = "mxfp8"
@@ -48,7 +48,7 @@ TINY = {
 NAMES = tuple(H200)
 
 
-def lines(only: Sequence[str], rounds: int = ROUNDS) -> Iterator[Line]:
+def lines(only: Sequence[str]) -> Iterator[Line]:
     """Lines of rank 0; nothing on the other ranks. only: models; [] is all."""
     device = rank_device()
     join("fsdp", device)
@@ -57,7 +57,7 @@ def lines(only: Sequence[str], rounds: int = ROUNDS) -> Iterator[Line]:
     for name in named(only, NAMES):
         for data, experts in meshes(dist.get_world_size()):
             mesh = init_device_mesh(device.type, (data, experts), mesh_dim_names=("dp", "ep"))
-            line = _measured(name, mesh, device, rounds)
+            line = _measured(name, mesh, device)
             if dist.get_rank() == 0:
                 yield line
             gc.collect()
@@ -151,11 +151,11 @@ def check(ours: Side, theirs: Side) -> tuple[int, int]:
     return nbytes, peer_nbytes
 
 
-def _measured(name: str, mesh: DeviceMesh, device: torch.device, rounds: int) -> Line:
+def _measured(name: str, mesh: DeviceMesh, device: torch.device) -> Line:
     layers = (H200 if device.type == "cuda" else TINY)[name]
     ours, theirs = (Side(layers, mesh, device, quantized) for quantized in (True, False))
     nbytes, peer_nbytes = check(ours, theirs)
-    times = ranks.times({"bytes": ours.step, "values": theirs.step}, device, rounds)
+    times = ranks.in_a_row({"bytes": ours.step, "values": theirs.step}, device)
     peak, peer_peak = (ranks.largest(peak_nbytes(side.step), device) for side in (ours, theirs))
     sample, peer = times["bytes"], times["values"]
     layer = layers.layer

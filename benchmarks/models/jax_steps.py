@@ -29,7 +29,7 @@ from ..cases.models.sizes import MODELS, Model
 from ..cases.models.training import BATCHES, Batches, imbalance
 from ..cases.models.training_jax import Stepped, Training
 from ..clocks import device_timing, energy
-from ..clocks.device_timing import Step
+from ..clocks.device_timing import Step, jax_end
 from ..clocks.timing import Sample
 from ..clocks.training_steps import training_steps
 from ..figures.failures import failed, guarded
@@ -108,11 +108,6 @@ def gradients_errors(name: str, model: Model, batches: Batches, failures: list[s
     return errors
 
 
-def _end(result: Any) -> Callable[[], object]:
-    """The outputs of a program are there at the same time; one small one is kept until then."""
-    return partial(jax.block_until_ready, min(jax.tree.leaves(result), key=lambda leaf: leaf.size))
-
-
 def _norm_end(result: Stepped) -> Callable[[], object]:
     return partial(jax.block_until_ready, result.norm)
 
@@ -125,7 +120,7 @@ def _program(function: Callable[..., Any], *arguments: Any) -> Step:
         _, backward = jax.vjp(function, *given)
         return backward(gradient)
 
-    return partial(jax.jit(step).lower(*arguments).compile(), *arguments), _end
+    return partial(jax.jit(step).lower(*arguments).compile(), *arguments), jax_end
 
 
 def _experts_step(training: Training, x: jax.Array, routing: tuple[jax.Array, jax.Array], products: Products) -> Step:

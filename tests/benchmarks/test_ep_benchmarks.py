@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,17 +32,21 @@ OF_LAYERS = (*HOWS, "deduplicate dispatch", "deduplicate both")
 SCRIPT = """
 import sys
 from dataclasses import asdict
+from functools import partial
 from json import dumps
 from pathlib import Path
 import torch
 torch.compile = lambda f, **_: f
 torch.set_num_threads(1)
 from benchmarks import ep
+from benchmarks.clocks import device_timing, ranks
 from examples.training.ranks import leave
+device_timing.BATCH_US, device_timing.SETTLE_S = 1, 0
+ranks.in_a_row = partial(ranks.in_a_row, rounds=2, groups=1)
 out = Path(sys.argv[1])
 runs = [(["mxfp8"], "balanced"), (["layer", "mxfp8_wgrad_with_hp"], "one_expert"), (["mxfp8"], "dirichlet")]
 for only, routing in runs:
-    lines = list(ep.lines(only, routing, rounds=1))
+    lines = list(ep.lines(only, routing))
     with (out / f"lines{ep.dist.get_rank()}").open("a") as file:
         file.writelines(dumps(asdict(line)) + "\\n" for line in lines)
 leave()
@@ -106,8 +111,9 @@ def test_the_layer_in_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ep_jax, "RECIPES", ("mxfp8",))
     monkeypatch.setattr(ep_jax, "HOWS", {"jit": ep_jax.HOWS["jit"]})
     monkeypatch.setattr(ep_jax, "STEPS", {"ep_layer_fwd_bwd": ep_jax.STEPS["ep_layer_fwd_bwd"]})
-    batches = device_timing.batches
-    monkeypatch.setattr(device_timing, "batches", lambda programs, calls, samples: batches(programs, 1, samples=1))
+    monkeypatch.setattr(device_timing, "BATCH_US", 1)
+    monkeypatch.setattr(device_timing, "SETTLE_S", 0)
+    monkeypatch.setattr(device_timing, "in_a_row", partial(device_timing.in_a_row, rounds=2, groups=1))
     found = list(ep_jax.lines([], "balanced"))
     assert [(line.op, line.case["ranks"], line.error["grade"]) for line in found] == [
         ("ep_layer_fwd_bwd", 2, "sqnr_db")
@@ -158,10 +164,12 @@ def test_the_peak_has_the_memory_of_the_transport(alone: None, monkeypatch: pyte
     assert ep_work.held_nbytes(memory) == 0
     memory.mapped.buffer = SimpleNamespace(starts=(0, 32, 64))  # type: ignore[assignment]
     assert ep_work.held_nbytes(memory) == 64
+    monkeypatch.setattr(device_timing, "BATCH_US", 1)
+    monkeypatch.setattr(device_timing, "SETTLE_S", 0)
     monkeypatch.setattr(ep, "peak_nbytes", lambda run: (run(), 1000)[1])
     work = expert_parallel.work(expert_parallel.TINY[0], "balanced", Recipe.parse("mxfp8"), {}, torch.device("cpu"))
     work = work._replace(forwards={**work.forwards, "over peers": work.forwards[ep_work.IN_TURN]})
-    forward, both = ep._measured(work, {"over peers": memory}, torch.device("cpu"), 1)[-2:]
+    forward, both = ep._measured(work, {"over peers": memory}, torch.device("cpu"))[-2:]
     assert (both.case["how"], both.peak_nbytes, both.peer_peak_nbytes) == ("over peers", 1064, 1000)
     assert (forward.peak_nbytes, forward.peer_peak_nbytes) == (None, None)
 
