@@ -13,6 +13,8 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -100,8 +102,8 @@ def run_rank(part: str, count: int, rank: int, port: str, one_gpu: bool) -> None
     print(f"ran {part} as rank {rank} of {count}", flush=True)
 
 
-def start(part: str, count: int) -> int:
-    """The number of processes that failed. Their output is this process's."""
+def start(part: str, count: int) -> tuple[int, str]:
+    """The number of processes that failed, and the output of all; none is left. Raises AssertionError if one hangs."""
     gpus = torch.cuda.device_count()  # without a context
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -109,20 +111,30 @@ def start(part: str, count: int) -> int:
     of_memory = {"PREALLOCATE": "true", "MEM_FRACTION": str(0.2 / count) if gpus < count else "0.2"}
     environment = os.environ | {f"XLA_PYTHON_CLIENT_{name}": value for name, value in of_memory.items()}
     command = [sys.executable, "-m", __spec__.name, part, str(count)]
-    started = [
-        subprocess.Popen([*command, str(rank), str(port), str(int(gpus < count))], env=environment)
-        for rank in range(count)
-    ]
-    last = started.pop() if part in WITHOUT_LAST else None  # does not end by itself
-    failed = sum(process.wait() != 0 for process in started)
-    if last is not None:
-        last.kill()
-        last.wait()
-    return failed
+    started, failed, end = [], None, time.monotonic() + HANG + 20
+    with tempfile.TemporaryFile("w+") as out:
+        try:
+            for rank in range(count):
+                arguments = str(rank), str(port), str(int(gpus < count))
+                started.append(subprocess.Popen([*command, *arguments], env=environment, stdout=out, stderr=out))
+            waited = started[:-1] if part in WITHOUT_LAST else started  # the last one does not end by itself
+            failed = sum(process.wait(end - time.monotonic()) != 0 for process in waited)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+            out.seek(0)
+            text = out.read()
+    assert failed is not None, f"no end within {HANG + 20} s: {text[-6000:]}"
+    return failed, text
 
 
 if __name__ == "__main__":
     if len(sys.argv) == 3:
-        sys.exit(start(sys.argv[1], int(sys.argv[2])))
+        _failed, _text = start(sys.argv[1], int(sys.argv[2]))
+        print(_text)
+        sys.exit(_failed)
     _part, _count, _rank, _port, _one = sys.argv[1:]
     run_rank(_part, int(_count), int(_rank), _port, _one == "1")
