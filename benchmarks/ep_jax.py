@@ -3,7 +3,8 @@
     moe.sharded_apply under jit     recipe | bf16, the same layer without quantization
     the same with a capacity        of 1.25 times the mean rows; for balanced rows, none of which it drops
     a token once to each rank       deduplicate="dispatch" and "both"
-    with and without a capacity     transport=PeerMemory(...), in one round
+    rounds, the default             transport=PeerMemory(...)
+    with and without a capacity     the same in one round
 
 No plain layer is measured: `jax.lax.ragged_dot` writes dense operands, 30 GB for one product of the larger layer. A
 process for two devices of a CPU: XLA_FLAGS=--xla_force_host_platform_device_count=2.
@@ -34,6 +35,7 @@ HOWS: dict[str, dict[str, Any]] = {
     "jit, capacity": {"capacity_factor": 1.25},
     "jit, deduplicate dispatch": {"deduplicate": "dispatch"},
     "jit, deduplicate both": {"deduplicate": "both"},
+    "jit, peer memory, in rounds": {},
     "jit, peer memory": {"on_overflow": "nan"},
     "jit, peer memory, capacity": {"capacity_factor": 1.25, "on_overflow": "nan"},
 }
@@ -41,7 +43,7 @@ HOWS: dict[str, dict[str, Any]] = {
 WAYS = {
     "all_to_all": ("jit", "jit, capacity"),
     "deduplicate": ("jit, deduplicate dispatch", "jit, deduplicate both"),
-    "peer_memory": ("jit, peer memory", "jit, peer memory, capacity"),
+    "peer_memory": ("jit, peer memory, in rounds", "jit, peer memory", "jit, peer memory, capacity"),
 }
 """Names of `--only` and what they select."""
 STEPS = {"ep_layer_fwd": "moe_layer_fwd", "ep_layer_fwd_bwd": "moe_layer_fwd_bwd"}

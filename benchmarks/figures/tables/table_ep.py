@@ -17,6 +17,7 @@ HOWS = {"bf16 wire": "bf16 all-to-alls, MXFP8 GEMMs", "in turn": "no transport",
         "jit, capacity": "`jit` with a capacity, and recipe `bf16` likewise",
         "jit, deduplicate dispatch": "`jit`, `deduplicate=\"dispatch\"`, and recipe `bf16` likewise",
         "jit, deduplicate both": "`jit`, `deduplicate=\"both\"`, and recipe `bf16` likewise",
+        "jit, peer memory, in rounds": "`PeerMemory`, in rounds, and recipe `bf16` likewise",
         "jit, peer memory": "`PeerMemory`, and recipe `bf16` likewise",
         "jit, peer memory, capacity": "`PeerMemory` with a capacity, and recipe `bf16` likewise"}  # fmt: skip
 TORCH_BEST = "torch_best"
