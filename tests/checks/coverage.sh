@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 bin=$PWD/.venv/bin out=$PWD/build/coverage
-export PATH=$bin:$PATH OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$out/python
+export PATH=$bin:$PATH OMP_WAIT_POLICY=passive OPENBLAS_NUM_THREADS=1 COVERAGE_FILE=$out/.coverage
 export XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 export JAX_COMPILATION_CACHE_DIR=$out/programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0
 rm -rf "$out" .venv/.dev && mkdir -p "$out"
