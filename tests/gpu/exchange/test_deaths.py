@@ -3,7 +3,7 @@ time that torch's own all-reduce needs, measured at the same time. deaths.py has
 for limits; several at a time share two GPUs:
 
     python -m pytest tests/gpu/exchange/test_deaths.py -k without_a_death           first: it compiles the kernels
-    python -m pytest -n 8 --dist load tests/gpu/exchange/test_deaths.py -k "device"      or bf16, or all-to-all
+    python -m pytest -n 16 --dist load tests/gpu/exchange/test_deaths.py -k "device"     or bf16, or all-to-all
 """
 
 from concurrent.futures import ThreadPoolExecutor

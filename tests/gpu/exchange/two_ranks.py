@@ -21,6 +21,8 @@ READY, HANG = 240, 120
 
 TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Where torch writes its record of collectives when one takes too long; the name depends on its version."""
+PAUSE = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "5000"}
+"""For that record torch waits four times this long before it ends a process: 20 s, by default 60."""
 
 
 class Ended(NamedTuple):
@@ -63,7 +65,7 @@ class _started:
             command = [sys.executable, "-m", "tests.gpu.exchange.deaths", str(rank), str(self.store.port), exchange]
             with file.open("wb") as out:
                 traces = dict.fromkeys(TRACES, f"{self.folder.name}/trace")
-                env = {**os.environ, **traces, "TMPDIR": self.folder.name, **(environment or {})}
+                env = {**os.environ, **traces, **PAUSE, "TMPDIR": self.folder.name, **(environment or {})}
                 process = subprocess.Popen([*command, *death], cwd=ROOT, env=env, stdout=out, stderr=out)
             self.processes.append(process)
 
