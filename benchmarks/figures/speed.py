@@ -158,9 +158,9 @@ def table(rows: Sequence[Row], parallel: Sequence[Row]) -> str:
         *(f"| {' | '.join(row)} |" for row in (HEAD, ("---",) * len(HEAD), *cells)),
         "",
         f"A range is over the sizes (tokens/D/F/experts/k) {sizes}; on {RANKS} GPUs over the first two, tokens per "
-        "GPU, bf16 with NCCL's all-to-alls, up to 58000b1 single steps after a barrier. Layers on one GPU: "
-        "back-to-back steps. Medians of n samples, both sides alternate in one run. Plain bf16 is a layer [without "
-        "fused passes](benchmarks/peers/moe_layer.py); best bf16 is the faster of it and recipe `bf16` of mxep. dB: "
-        "SQNR of the worst of output and gradients relative to bf16, of a model of the weights' gradients."
+        "GPU, bf16 with NCCL's all-to-alls. Layers: back-to-back steps; JAX's all-to-all: two calls. Medians of n "
+        "samples, both sides alternate in one run. Plain bf16 is a layer [without fused passes]"
+        "(benchmarks/peers/moe_layer.py); best bf16 is the faster of it and recipe `bf16` of mxep. dB: SQNR of the "
+        "worst of output and gradients relative to bf16, of a model of the weights' gradients."
         f"{few}{models}",
     ])  # fmt: skip
