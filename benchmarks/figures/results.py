@@ -129,8 +129,9 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """The lines of each wanted op, hardware and exchange (`how`) at the last commit measured; of a model, which takes
-    minutes, at the last of this model and frontend. Of two lines about the same case the later one counts.
+    """The lines of each wanted op and hardware at the last commit measured; of a model, which takes minutes, at the last
+    of this model and frontend, and of an exchange (`how`) at the last of its case. Of two lines about the same case the
+    later one counts.
 
     [] without a file or without such lines.
     """
@@ -141,7 +142,8 @@ def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[d
     def measured(row: dict[str, Any]) -> tuple[Any, ...]:
         case = row["case"]
         model = (case["model"], row["frontend"]) if "model" in case else ()
-        return row["op"], row["hardware"], case.get("how"), model
+        exchange = (str(case), row["frontend"]) if "how" in case else ()
+        return row["op"], row["hardware"], model, exchange
 
     last = {measured(row): row["commit"] for row in rows}
     of_commit = [row for row in rows if row["commit"] == last[measured(row)]]
