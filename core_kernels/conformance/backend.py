@@ -121,6 +121,7 @@ def of_module(name: str, module: Any) -> Backend:
 
     Raises:
         ValueError: a module without a function of an op, or with a wrong claim.
+        TypeError: an `OPS` that is no dict.
         ImportError: one of its `PACKAGES` is not installed.
 
     Example:
@@ -134,6 +135,8 @@ def of_module(name: str, module: Any) -> Backend:
     ops = marks.get("OPS")
     if ops is None:
         ops = {op: marks[op] for op in DEFINITIONS if callable(marks.get(op))}
+    elif not isinstance(ops, Mapping):
+        fail(TypeError, "mxep.conformance", "OPS", type(ops).__name__, "allowed: a dict of functions by name")
     if not ops.keys() & DEFINITIONS.keys():
         allowed = "allowed: a module with functions such as quantize_row, or with a dict OPS"
         fail(ValueError, "mxep.conformance", "backend", f"{name!r} without a function of an op", allowed)
@@ -157,10 +160,15 @@ def load(name: str) -> Backend:
 
     Raises:
         ImportError: no such module, or as of `of_module`.
-        ValueError: as of `of_module`.
+        ValueError: a name that is no module's, or as of `of_module`.
+        TypeError: as of `of_module`.
 
     Example:
         >>> sorted(load("mxep.core_kernels.scale_layout.oracle").ops)
         ['block_scales', 'unblock_scales']
     """
+    if not all(part.isidentifier() for part in name.split(".")):
+        fail(
+            ValueError, "mxep.conformance", "backend", repr(name), "allowed: a dotted name, such as my_package.backend"
+        )
     return of_module(name, import_module(name))

@@ -44,7 +44,8 @@ class Found:
 @dataclass
 class Report:
     """ops: op -> Ran. rules: op or "op, mode" -> Found. lacking: ops of the table that the backend does not have.
-    versions: package -> version. source: of transcribed formulas."""
+    without_cases: ops that it has and the table lacks. versions: package -> version. source: of transcribed formulas.
+    """
 
     backend: str
     versions: dict[str, str] = field(default_factory=dict)
@@ -52,6 +53,12 @@ class Report:
     ops: dict[str, Ran] = field(default_factory=dict)
     rules: dict[str, Found] = field(default_factory=dict)
     lacking: list[str] = field(default_factory=list)
+    without_cases: list[str] = field(default_factory=list)
+
+    @property
+    def ran(self) -> bool:
+        """Whether a case was compared: not all are skipped."""
+        return any(ran.agree or ran.differ for ran in self.ops.values())
 
     @property
     def agrees(self) -> bool:

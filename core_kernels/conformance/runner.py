@@ -221,5 +221,6 @@ def run(backend: Backend, only: str = "") -> Report:
         runner.run(name, case)
     for op in dict.fromkeys(case.op for case in chosen.values()):
         runner.find_rules(op)
-    runner.report.lacking = sorted({case.op for case in CONFORMANCE.values()} - set(offered))
+    table = {case.op for case in CONFORMANCE.values()}
+    runner.report.lacking, runner.report.without_cases = sorted(table - set(offered)), sorted(set(offered) - table)
     return runner.report

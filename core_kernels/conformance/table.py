@@ -23,8 +23,10 @@ def show(report: Report) -> str:
         lines.append(f"{op:24}{len(ran.agree):7}{len(ran.differ):8}{len(ran.skipped):9}")
     lacking = [op for op in DOCUMENTED if op in report.lacking]
     others = len(report.lacking) - len(lacking)
-    if lacking:
-        lines.append(f"no function: {', '.join(lacking)}; and {others} other ops")
+    if report.lacking:
+        lines.append(f"no function: {'; and '.join([*filter(None, [', '.join(lacking)]), f'{others} other ops'])}")
+    if report.without_cases:
+        lines.append(f"no case of: {', '.join(report.without_cases)}")
     for key, found in report.rules.items():
         lines += ["", f"rules of {key}: {summary(found)}", *_rules(found)]
     for op, ran in report.ops.items():
@@ -38,8 +40,14 @@ def show(report: Report) -> str:
     if reasons:
         lines += ["", "skipped"]
         lines += [f"  {op}: {count} cases: {reason}" for (op, reason), count in reasons.items()]
-    lines += ["", "All that ran agrees." if report.agrees else "Not all agrees."]
+    lines += ["", _closing(report)]
     return "\n".join(lines)
+
+
+def _closing(report: Report) -> str:
+    if not report.ran:
+        return "No case ran."
+    return "All that ran agrees." if report.agrees else "Not all agrees."
 
 
 def summary(found: Found) -> str:
@@ -52,6 +60,8 @@ def summary(found: Found) -> str:
 
 def _rules(found: Found) -> list[str]:
     said = f"{'claims' if found.claimed else 'nearest to'} {found.rounding}{', satfinite' * found.satfinite}"
+    if not any(found.judged.values()):
+        return [f"  {said}: no block was judged"]
     if not found.broken:
         return [f"  {said}: all blocks obey it"]
     return [f"  {said}:", *(textwrap.indent(f"{name}: {why}", "    ") for name, why in found.broken.items())]

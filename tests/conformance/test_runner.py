@@ -218,6 +218,12 @@ def test_an_exception_and_a_wrong_type_are_differences() -> None:
     assert message.splitlines()[0] == "returns float32[256, 256], expected bfloat16[256, 256]"
 
 
+def test_a_run_without_a_block_obeys_no_rule() -> None:
+    found = report("quantize_row-zero_rows-rceil", quantize_row=lambda x: oracle.quantize_row(x))
+    assert found.agrees
+    assert "no block was judged" in conformance.show(found)
+
+
 def test_an_output_that_is_no_array_is_a_difference() -> None:
     found = report("dequantize", dequantize=lambda q, sf: [oracle.dequantize(q, sf).tolist()])
     (message,) = found.ops["dequantize"].differ.values()
@@ -292,6 +298,9 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "good.py").write_text(BACKEND.format(rounding="floor", claim=""))
     (tmp_path / "wrong.py").write_text(BACKEND.format(rounding="floor", claim="ROUNDING, SATFINITE = 'rceil', False"))
     (tmp_path / "empty.py").write_text("")
+    (tmp_path / "text.py").write_text("def quantize_row(x) return x")
+    (tmp_path / "names.py").write_text("OPS = ['quantize_row']")
+    (tmp_path / "without.py").write_text("def quantize_squares(x, rounding=0): pass")
     good, wrong, empty = ran("good", "--json", "good.json"), ran("wrong"), ran("empty")
     assert (good.returncode, wrong.returncode, empty.returncode, ran("absent").returncode) == (0, 1, 2, 2)
     assert re.search(r"^quantize_row +28 +0 +84$", good.stdout, re.MULTILINE)
@@ -299,6 +308,19 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(stored["ops"]["quantize_row"]["agree"]) == 28
     assert "scale: FLOOR, where the definition has: RCEIL" in wrong.stdout
     assert "mxep.conformance: backend: got 'empty' without a function of an op; allowed: " in empty.stderr
+    for arguments, message in (
+        (["text"], "SyntaxError: "),
+        (["names"], "mxep.conformance: OPS: got list; allowed: a dict of functions by name"),
+        (["./good"], "mxep.conformance: backend: got './good'; allowed: a dotted name"),
+        (["good", "--json", "no/good.json"], "--json: got no/good.json; allowed: a file in a folder that exists"),
+    ):
+        found = ran(*arguments)
+        assert (found.returncode, "Traceback" in found.stderr) == (2, False), found.stderr
+        assert message in found.stderr
+    for arguments in (["good", "-k", "no_such"], ["without"]):
+        found = ran(*arguments)
+        assert (found.returncode, found.stdout.splitlines()[-1]) == (2, "No case ran."), found.stdout
+    assert "no case of: quantize_squares" in found.stdout
 
 
 def test_the_plugin_of_pytest(tmp_path: Path) -> None:
