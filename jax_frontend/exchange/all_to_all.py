@@ -367,7 +367,6 @@ class AllToAll:
     def combine(self, groups: Any, route: Route, probs: jax.Array | None, out_dtype: str) -> jax.Array:
         op, recipe, sent = "combine", route.recipe, route.maps
         rows = ungather(op, groups, route.row_map.row_map, route.row_map.inverse)
-        rows = rows if recipe.mx or not isinstance(rows, MXGradArray) else rows.value
         rows = exchange_rows(op, rows, sent.plan, back=True, bwd=recipe.rounding if recipe.mx else None)
         if sent.tokens is None:
             return rows.astype(out_dtype)

@@ -12,7 +12,7 @@ from ...core_kernels.launch import fail
 from ..ops.checks import check_floats, check_shape, check_type, dtype_name
 from ..ops.mx_array import MXGradArray
 from ..ops.shapes import Float, Float32
-from ..routing.overflow import nan_gradients, nan_values
+from ..routing.overflow import nan_gradients_of_probs, nan_values
 from .route import Route
 
 
@@ -60,7 +60,10 @@ def combine(
             allowed = "allowed: None for rows; the sum over replicas, of TokenReplicas, is weighted"
             fail(ValueError, op, "probs", "an array", allowed)
         check_shape(op, "probs", probs, route.probs_shape, "one weight per replica", "float32")
-        probs = nan_gradients(op, jnp.asarray(probs), route.lost)
+        probs = nan_gradients_of_probs(op, jnp.asarray(probs), route.lost)
+    if not route.recipe.mx and isinstance(groups, MXGradArray):
+        allowed = f"allowed: an array, after a dispatch of recipe {route.recipe.name!r}, which sends no MXFP8"
+        fail(TypeError, op, "groups", "an MXGradArray", allowed)
     if route.recipe.mx and not isinstance(groups, MXGradArray):
         groups = MXGradArray.wrap(groups)
     return nan_values(op, route.exchange.combine(groups, route, probs, out_dtype), route.lost)

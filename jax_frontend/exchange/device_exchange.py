@@ -32,7 +32,7 @@ from ..ops import device
 from ..ops.call import aval, vary, varying_axes
 from ..products.gathers import HERE
 from ..products.weights import format_of
-from ..routing.overflow import nan_gradients, nan_values
+from ..routing.overflow import nan_gradients, nan_gradients_of_probs, nan_values
 from .all_to_all import TokenReplicas, lost_of
 from .peer_exchange import PeerSizes, share
 from .peer_memory import PeerMemory
@@ -110,7 +110,7 @@ def exchange_ffn(
     plan = plan_rounds(sizes, share(tokens, counts, sizes), several)
     maps = plan.maps
     lost = None if rounds else lost_of(tokens, counts, maps.row_map.inverse, sizes.holds_all, on_overflow)
-    x, probs = nan_gradients(op, x, lost), nan_gradients(op, probs, lost)
+    x, probs = nan_gradients(op, x, lost), nan_gradients_of_probs(op, probs, lost)
     groups, hidden, dim = weights[0].shape
     of_program = Sizes(
         0, sizes.ranks, groups, sizes.padded, dim, hidden, tokens.top_k, "bfloat16", int(recipe.rounding),

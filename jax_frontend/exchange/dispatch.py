@@ -18,7 +18,7 @@ from ..ops.mesh import Axes, axis_size
 from ..ops.mx_array import MXArray
 from ..ops.shapes import Float, Float32, Int
 from ..products.weights import recipe_of
-from ..routing.overflow import check_capacity_factor, nan_gradients
+from ..routing.overflow import check_capacity_factor, nan_gradients_of_probs
 from .all_to_all import AllToAll, TokenReplicas, check_expert_counts, check_replicas, parts_of
 from .local import Local
 from .peer_exchange import PeerExchange
@@ -146,5 +146,5 @@ def dispatch_probs(
     op = "dispatch_probs"
     check_type(op, "route", route, Route)
     check_shape(op, "probs", probs, route.probs_shape, "one weight per row of the dispatch", "float32")
-    column = nan_gradients(op, jnp.asarray(probs), route.lost).reshape(-1, 1)
+    column = nan_gradients_of_probs(op, jnp.asarray(probs), route.lost).reshape(-1, 1)
     return route.exchange.dispatch_probs(op, column, route)[:, 0]

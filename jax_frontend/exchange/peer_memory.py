@@ -120,8 +120,12 @@ class PeerMemory:
         return self.groups.shape[1]
 
     def check_axes(self, op: str, axis_name: Axes) -> None:
-        """Raise ValueError unless the ranks are along these axes."""
-        if axis_names(op, "axis_name", axis_name) != axis_names(op, "axis_name", self.axis_name):
+        """Raise ValueError unless the ranks are along these axes. An axis of one rank makes no difference."""
+        given, own = (
+            tuple(axis for axis in axis_names(op, "axis_name", axes) if self.mesh.shape.get(axis) != 1)
+            for axes in (axis_name, self.axis_name)
+        )
+        if given != own:
             fail(ValueError, op, "transport", self, f"allowed: a PeerMemory along axis_name={axis_name!r}")
 
     def check_here(self, op: str) -> None:

@@ -42,13 +42,12 @@ class Copies:
     """Maps between tokens, copies and padded groups; all int32.
 
     exchange: of copies. Its sources are tokens, its slots (T * width,) the copies of a token, ranks ascending; width,
-    its top_k, is the most ranks of a token. order (ep C,): the slot t * width + w of each copy. replica_order
-    (ep capacity,), replica_slots (ep C * top_k,): as `TokenReplicas`, of the replicas of the received copies, in the
-    order received. group_order (P,), group_slots (ep C, top_k): the same in the padded groups. -1 is none.
+    its top_k, is the most ranks of a token. replica_order (ep capacity,), replica_slots (ep C * top_k,): as
+    `TokenReplicas`, of the replicas of the received copies, in the order received. group_order (P,), group_slots
+    (ep C, top_k): the same in the padded groups. -1 is none.
     """
 
     exchange: Exchange
-    order: jax.Array
     replica_order: jax.Array
     replica_slots: jax.Array
     group_order: jax.Array
@@ -69,7 +68,6 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     slot = token * width + jnp.cumsum(hit, axis=0, dtype=jnp.int32) - 1
     sources = _scatter(ranks * size, copy, jnp.broadcast_to(token, hit.shape))
     slots = _scatter(t * width, jnp.where(hit, slot, t * width), copy)
-    order = _scatter(ranks * size, copy, slot)
 
     replica = jnp.append(position.reshape(-1), 0)[index] * top_k + tokens.order % top_k
     replica = jnp.append(replica, -1)[exchange.sources]
@@ -81,7 +79,7 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     group_order = jnp.append(replica_order, -1)[row_map.row_map]
     group_slots = jnp.append(row_map.inverse, -1)[replica_slots].reshape(-1, top_k)
     of_copies = dataclasses.replace(exchange, sources=sources, slots=slots, capacity=size, top_k=width)
-    return Copies(of_copies, order, replica_order, replica_slots, group_order, group_slots)
+    return Copies(of_copies, replica_order, replica_slots, group_order, group_slots)
 
 
 def _scatter(size: int, indices: jax.Array, values: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ class Route:
 
     Attributes:
         row_map: between received rows and padded groups.
-        maps: of the exchange, `local.SlotMaps` or `ep.Sent`.
+        maps: of the exchange, `local.SlotMaps` or `all_to_all.Sent`.
         exchange: that `dispatch` chose, static.
         recipe: of `dispatch`, static.
         top_k: experts per token of TokenReplicas; 0 for rows; static.

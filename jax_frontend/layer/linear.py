@@ -82,6 +82,7 @@ def sharded_dense(
     mesh = mesh_of(op, mesh, x)
     _check_specs(op, mesh, x_spec=(x_spec, x.shape), w_spec=(w_spec, w.shape))
     *_, contracted = _parts(x_spec, x.ndim)
+    rows = axes_of(x_spec)
     along_k, along_n = _parts(w_spec, 2)
     if contracted and along_k != contracted:
         got = f"{w_spec} with x_spec {x_spec}"
@@ -94,8 +95,9 @@ def sharded_dense(
     out_spec = PartitionSpec(*[part or None for part in _parts(x_spec, x.ndim)[:-1]], column or None)
 
     def local(x: jax.Array, w: jax.Array, bias: jax.Array | None) -> jax.Array:
-        if along_k and not contracted:
-            w = lax.all_gather(w, along_k, axis=0, tiled=True)
+        for axis in () if contracted else reversed(along_k):  # the last varies fastest
+            # Where the axis splits no rows, all of its devices compute the same, with one gradient.
+            w = lax.all_gather(w, axis, axis=0, tiled=True, to="varying" if axis in rows else "invarying")
         if along_n and not column:
             w = lax.all_gather(w, along_n, axis=1, tiled=True)
         if not contracted:

@@ -86,10 +86,20 @@ def apply(
     """
     op = "moe.apply"
     _check(op, x, config, experts, weights, selection_bias)
-    check_params(params, config, axis_name, tensor_axis)
-    _warn_if_sharded(op, params["experts"])
     token_axes = axis_name if token_axes is None else token_axes
+    _check_token_axes(op, axis_name, token_axes, tensor_axis)
+    check_params(op, params, config, axis_name, tensor_axis)
+    _warn_if_sharded(op, params["experts"])
     return run_layer(params, x, config, Choice(experts, weights, selection_bias), axis_name, token_axes, tensor_axis)
+
+
+def _check_token_axes(op: str, axis_name: Axes | None, token_axes: Axes | None, tensor_axis: str | None) -> None:
+    """Raise unless ranks of the exchange have tokens of their own, and ranks of tensor_axis the same."""
+    split = axis_names(op, "token_axes", token_axes)
+    if not set(axis_names(op, "axis_name", axis_name)) <= set(split):
+        fail(ValueError, op, "token_axes", repr(token_axes), f"allowed: axes with those of axis_name, {axis_name!r}")
+    if tensor_axis in split:
+        fail(ValueError, op, "tensor_axis", repr(tensor_axis), f"allowed: an axis that splits no tokens, as {split} do")
 
 
 def _check(op: str, x: Any, config: Any, experts: Any, weights: Any, selection_bias: Any) -> None:
@@ -185,6 +195,7 @@ def sharded_apply(
             why = "; the ranks would compute the same tokens" if name == "expert_axis" else " and not of expert_axis"
             fail(ValueError, op, name, repr(axes), f"allowed: axes of tokens, {tokens}{why}")
     check_type(op, "params", params, Mapping)
+    params = {name: dict(p) if isinstance(p, Mapping) else p for name, p in params.items()}
     if selection_bias is not None:
         check_shape(op, "selection_bias", selection_bias, (config.num_experts,), "one value per expert", "float32")
     of_params = specs(config, expert_axis=expert_axis, fsdp_axis=fsdp_axis, tensor_axis=tensor_axis)

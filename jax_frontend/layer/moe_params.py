@@ -241,9 +241,10 @@ def _spec(*axes: Axes | None) -> PartitionSpec:
 _LAYOUT = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"
 
 
-def check_params(params: Params, config: MoEConfig, axis_name: Axes | None, tensor_axis: str | None = None) -> None:
+def check_params(
+    op: str, params: Params, config: MoEConfig, axis_name: Axes | None = None, tensor_axis: str | None = None
+) -> None:
     """Raise unless params match the config on this rank of the mesh."""
-    op = "moe.apply"
     if not isinstance(params, Mapping) or not isinstance(params.get("experts", {}), Mapping):
         fail(TypeError, op, "params", type(params).__name__, _LAYOUT)
     optional = {"shared_expert": config.shared is not None, "router_bias": config.router.bias}

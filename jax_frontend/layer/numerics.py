@@ -33,9 +33,9 @@ def numerics_report(
 ) -> NumericsReport:
     """Report the loss of folding the operands of a layer on these tokens: whether to use `compute="exact"` instead.
 
-    The report covers every MXFP8 operand of the recipe, whatever its compute: activations, weights in both
-    orientations, gradients. With recipe "mxfp8" it covers the operands along the tokens too. No row is dropped,
-    whatever the capacity, and the choice has no selection bias.
+    The report covers every MXFP8 operand of the routed experts, not of the shared expert, whatever the recipe's
+    compute: activations, weights in both orientations, gradients. With recipe "mxfp8" it covers the operands along the
+    tokens too. No row is dropped, whatever the capacity, and the choice has no selection bias.
 
     It runs forward and backward once, eagerly and without `jax.grad`. The host reads two bytes per value of each
     operand and computes the report: some thousand tokens are enough.
@@ -115,7 +115,7 @@ def _check(params: moe.Params, x: jax.Array, config: moe.MoEConfig, dout: jax.Ar
         fail(ValueError, OP, "x", f"shape {x.shape}", f"allowed: (..., {config.dim})")
     if dout is not None and dout.shape != x.shape:
         fail(ValueError, OP, "dout", f"shape {dout.shape}", f"allowed: {x.shape}, x's")
-    check_params(params, config, None)
+    check_params(OP, params, config)
     weights = {name: _values_of(w) for name, w in (("router", params["router"]), *params["experts"].items())}
     for name, value in {**weights, "x": x, "dout": dout}.items():
         if value is not None and not jnp.isfinite(value).all():

@@ -49,10 +49,12 @@ def lost_rows(positions: jax.Array, counts: jax.Array) -> jax.Array:
     return (positions < 0) & (jnp.arange(positions.shape[0], dtype=jnp.int32) < counts.astype(jnp.int32).sum())
 
 
+def _of_rows(lost: jax.Array) -> jax.Array:
+    """(R, 1) of lost (R,), or of any of lost (R, k)."""
+    return (lost[:, None] if lost.ndim == 1 else lost).any(1, keepdims=True)
+
+
 def _over(x: jax.Array, lost: jax.Array) -> jax.Array:
-    """NaN in x where lost, of the shape of x; or in x (R, N) where lost (R,), or any of lost (R, k)."""
-    if lost.shape != x.shape:
-        lost = (lost[:, None] if lost.ndim == 1 else lost).any(1, keepdims=True)
     return jnp.where(lost, jnp.nan, x)
 
 
@@ -72,9 +74,14 @@ _nan_gradients.defvjp(lambda x, lost: (x, lost), lambda lost, grad: (_over(grad,
 
 def nan_values(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
     """x (R, N) with NaN in lost rows, (R,) or any of (R, k); the gradient passes unchanged. None: no row is lost."""
-    return x if lost is None else _nan_values(*arguments(op, x, lost))
+    return x if lost is None else _nan_values(*arguments(op, x, _of_rows(lost)))
 
 
 def nan_gradients(op: str, x: jax.Array, lost: jax.Array | None) -> jax.Array:
-    """x, whose gradient is NaN in lost rows, or where lost has the shape of x. None: no row is lost."""
-    return x if lost is None else _nan_gradients(*arguments(op, x, lost))
+    """x (R, N), whose gradient is NaN in lost rows, (R,) or any of (R, k). None: no row is lost."""
+    return x if lost is None else _nan_gradients(*arguments(op, x, _of_rows(lost)))
+
+
+def nan_gradients_of_probs(op: str, probs: jax.Array, lost: jax.Array | None) -> jax.Array:
+    """probs, whose gradient is NaN where lost, of the same shape. None: no row is lost."""
+    return probs if lost is None else _nan_gradients(*arguments(op, probs, lost))

@@ -180,7 +180,8 @@ def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | N
     if experts.ndim != x.ndim or experts.shape[:-1] != x.shape[:-1] or not experts.shape[-1]:
         fail(ValueError, op, "experts", f"shape {experts.shape}", f"allowed: {(*x.shape[:-1], 'k')}, k above 0")
     check_shape(op, "weights", weights, experts.shape, "experts'", "float32")
-    ok = ((experts >= 0) & (experts < num_experts)).all()
+    most = min(num_experts - 1, jnp.iinfo(experts.dtype).max)  # of uint8, 256 would be 0
+    ok = ((experts >= 0) & (experts <= most)).all()
     check_values(ok, op, "experts", experts, f"allowed: 0 to {num_experts - 1}")
 
 

@@ -1,6 +1,7 @@
 """transport=PeerMemory(...) has the same bytes as the all-to-all, here by the definition, an all-gather of the rows.
 The program for a GPU reads rows through the kernels of peers alone."""
 
+import dataclasses
 import logging
 import re
 from collections import Counter
@@ -57,6 +58,15 @@ def test_results_and_gradients(routing: str, ranks: int, name: str, weighted: bo
 
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
     return Mesh(np.array(jax.devices("cpu")[: np.prod(shape)]).reshape(shape), names)
+
+
+def test_axes_of_one_rank_make_no_difference() -> None:
+    mesh = mesh_of((1, 2), ("data", "expert"))
+    x, axes = jnp.ones((8, 32)), ("data", "expert")
+    config = MoEConfig(32, 32, 4, RouterConfig(2), recipe="bf16", transport=PeerMemory(mesh, axes))
+    params = moe.init(jax.random.key(0), config)
+    y, _ = moe.sharded_apply(params, x, config, tokens=P(axes), expert_axis=axes, mesh=mesh)
+    np.testing.assert_allclose(y, moe.apply(params, x, dataclasses.replace(config, transport=None))[0], rtol=1e-2)
 
 
 @pytest.mark.parametrize(("recipe", "prob_in"), [("mxfp8", "swiglu"), ("bf16", "input")])

@@ -31,6 +31,8 @@ SPECS = {
     "data": (P("data"), P(), P("data", None, None)),
     "fsdp": (P("data"), P("data"), P("data", None, None)),
     "fsdp_n": (P("data"), P(None, "data"), P("data", None, None)),
+    "gathered": (P("data"), P("model"), P("data", None, None)),
+    "gathered_fsdp": (P("data"), P(("data", "model")), P("data", None, None)),
     "column": (P("data"), P("data", "model"), P("data", None, "model")),
     "row": (P("data", None, "model"), P("model", "data"), P("data", None, None)),
 }
@@ -61,6 +63,11 @@ def test_explicit_axes_and_no_bias() -> None:
     with jax.set_mesh(on):
         out = jax.jit(lambda x, w: sharded_dense(x, w, x_spec=P("data"), w_spec=P("data", "model"), recipe=FOLD))(x, w)
     assert jax.typeof(out).sharding.spec == P("data", None, "model")
+    np.testing.assert_array_equal(out, jax.jit(partial(dense, recipe=FOLD))(X, W))
+    with jax.set_mesh(on):
+        w = jax.device_put(W, NamedSharding(on, P("model")))
+        out = jax.jit(lambda x, w: sharded_dense(x, w, x_spec=P("data"), w_spec=P("model"), recipe=FOLD))(x, w)
+    assert jax.typeof(out).sharding.spec == P("data", None, None)
     np.testing.assert_array_equal(out, jax.jit(partial(dense, recipe=FOLD))(X, W))
 
 

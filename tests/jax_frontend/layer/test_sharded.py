@@ -225,6 +225,27 @@ def test_specs_that_do_not_fit_are_named(changes: dict, message: str) -> None:
         moe.sharded_apply(params_of(CONFIG), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis_name": None, "token_axes": "expert", "tensor_axis": "expert"}, "tensor_axis: got 'expert'; allowed: "),
+        ({"axis_name": "expert", "tensor_axis": "expert"}, "tensor_axis: got 'expert'; allowed: "),
+        (
+            {"axis_name": "expert", "token_axes": "data"},
+            "token_axes: got 'data'; allowed: axes with those of axis_name",
+        ),
+    ],
+)
+def test_axes_that_contradict_each_other_are_named(options: dict, message: str) -> None:
+    params = params_of(CONFIG)
+
+    def layer(x: jax.Array) -> jax.Array:
+        return moe.apply(params, x, CONFIG, **options)[0]
+
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(layer, mesh=mesh_of(), in_specs=BOTH, out_specs=BOTH, check_vma=False)(X)
+
+
 def test_axes_that_do_not_divide_the_weights_are_named() -> None:
     """Three ranks, and hidden values or dims of 64."""
     mesh = jax.make_mesh((1, 3), ("expert", "rest"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:3])

@@ -1,12 +1,13 @@
 """The arrays with rows and gradients in MXFP8: the received bytes, and the functions that may read them."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mxep.jax_frontend import MXArray, grouped_mm, ops
+from mxep.jax_frontend import MXArray, TokenReplicas, combine, dispatch, grouped_mm, ops, sort_by_expert
 from mxep.jax_frontend.exchange.all_to_all import plan_exchange
 from mxep.jax_frontend.exchange.rows import permute
 from mxep.jax_frontend.integrations.torchao import a2a_combine_hp_fwd_mxfp8_bwd, unpermute_hp_fwd_mxfp8_bwd
@@ -173,6 +174,15 @@ def test_quantizing_and_dequantizing_pass_the_gradient() -> None:
     np.testing.assert_array_equal(mx.packed(), ops.quantize_row_packed(x))
     assert (mx.shape, mx.dtype) == ((4, 64), jnp.float32)
     assert len(jax.tree.leaves(mx)) == 3
+
+
+@pytest.mark.parametrize("deduplicate", [None, "dispatch", "both"])
+def test_combine_refuses_an_mx_gradient_of_a_route_without_mxfp8(deduplicate: Any) -> None:
+    order, inverse, counts = sort_by_expert(jnp.array([[0, 1], [1, 0]]), num_experts=2)
+    tokens = TokenReplicas(jnp.ones((2, 32)), order, inverse, 2)
+    groups, _, route = dispatch(tokens, counts, recipe="bf16", deduplicate=deduplicate)
+    with pytest.raises(TypeError, match="combine: groups: got an MXGradArray; allowed: an array, after a dispatch of"):
+        combine(MXGradArray.wrap(groups), route)
 
 
 @pytest.mark.parametrize(

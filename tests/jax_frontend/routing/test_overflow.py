@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import MoEConfig, PeerMemory, combine, dispatch, dispatch_probs, moe
+from mxep.jax_frontend.routing.overflow import nan_gradients, nan_gradients_of_probs, nan_values
 
 from ...compare import same_bytes
 from ...layer_options import layer_options
@@ -154,6 +155,17 @@ def test_the_weight_of_a_lost_row_has_a_nan_gradient() -> None:
     _, _, route = dispatch(x, jnp.array([2, 1]), capacity_factor=0.6)
     grad = jax.grad(lambda probs: dispatch_probs(probs, route).sum())(probs)
     np.testing.assert_array_equal(grad, [1, 1, float("nan")])
+
+
+def test_a_lost_row_is_nan_as_a_whole_whatever_its_width() -> None:
+    """Also where a row is as long as a token has experts."""
+    lost = jnp.array([[True, False], [False, False]])
+    x = jnp.ones((2, 2))
+    np.testing.assert_array_equal(nan_values("op", x, lost), [[jnp.nan] * 2, [1, 1]])
+    grad = jax.grad(lambda x: nan_gradients("op", x, lost).sum())(x)
+    np.testing.assert_array_equal(grad, [[jnp.nan] * 2, [1, 1]])
+    grad = jax.grad(lambda x: nan_gradients_of_probs("op", x, lost).sum())(x)
+    np.testing.assert_array_equal(grad, [[jnp.nan, 1], [1, 1]])
 
 
 @pytest.mark.parametrize(

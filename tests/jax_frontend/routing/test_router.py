@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
 from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, route, update_selection_bias
 from mxep.jax_frontend.layer.moe_layer import route_tokens
-from mxep.jax_frontend.routing.router import tokens_and_logits
+from mxep.jax_frontend.routing.router import check_chosen, tokens_and_logits
 
 from ... import routed_layers
 from ...compare import gemm_bound, sqnr_db
@@ -124,6 +124,14 @@ def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
     want = np.zeros((3, 64), np.float32)
     want[1] = np.asarray(weight[5], np.float32) * np.inf
     np.testing.assert_array_equal(np.asarray(dx, np.float32), want)
+
+
+@pytest.mark.parametrize(("dtype", "num_experts"), [("uint8", 256), ("int8", 128), ("uint32", 4)])
+def test_experts_of_any_integer_dtype(dtype: str, num_experts: int) -> None:
+    x, experts = jnp.ones((2, DIM)), jnp.array([[0, num_experts - 1], [1, 2]], dtype)
+    check_chosen("op", x, num_experts, experts, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match="allowed: 0 to 2"):
+        check_chosen("op", x, 3, experts, jnp.ones((2, 2)))
 
 
 def test_experts_chosen_outside() -> None:
