@@ -53,6 +53,8 @@ def combine(
         torch.Size([3, 32])
     """
     op = "combine"
+    if not isinstance(route, Route):
+        fail(TypeError, op, "route", type(route).__name__, "allowed: the Route of a dispatch")
     check_rows_to_send(op, "groups", groups, route.recipe.mx or bool(route.recipe.mxfp8_all_to_all))
     check_shape(op, "groups", groups, (route.row_map.row_map.shape[0], "N"))
     out_dtype = groups.dtype if out_dtype is None else out_dtype_of(op, out_dtype)

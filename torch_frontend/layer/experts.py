@@ -221,7 +221,8 @@ class GroupedExperts(nn.Module):
                 with `quantized_gather`, whose shards the block quantizes. docs/guides/fsdp.md keeps values gathered for
                 several calls.
             RuntimeError: In calls and at the end of the block, if a version counter shows a write to a weight. Version
-                counters do not count writes through `.data`, by collectives or by other processes.
+                counters do not count writes through `.data`, by collectives or by other processes. Weights that were
+                made in `inference_mode` have none.
 
         Example:
             >>> experts = GroupedExperts(32, 64, num_experts=2)

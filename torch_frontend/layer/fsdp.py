@@ -90,6 +90,16 @@ def shard_moe(
         ...     mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "ep"))
         ...     return shard_moe(model, mesh, [Block])
     """
+    if not isinstance(model, nn.Module):
+        fail(TypeError, OP, "model", type(model).__name__, "allowed: a module with MoE layers")
+    for name, value, kinds in (
+        ("mesh", mesh, DeviceMesh),
+        ("mp_policy", mp_policy, MixedPrecisionPolicy | None),
+        ("offload_policy", offload_policy, OffloadPolicy | None),
+        ("reshard_after_forward", reshard_after_forward, bool | int | None),
+    ):
+        if not isinstance(value, kinds):
+            fail(TypeError, OP, name, repr(value), f"allowed: {getattr(kinds, '__name__', kinds)}")
     if not isinstance(units, Iterable):
         fail(TypeError, OP, "units", repr(units), "allowed: classes of modules, in a list")
     layers, blocks = _check(model, mesh, tuple(units))

@@ -16,6 +16,7 @@ from ...core_kernels.launch import fail
 from ...core_kernels.policy.metrics import MoEMetrics
 from ...core_kernels.policy.recipe import Recipe
 from .. import ops
+from ..ops.checks import check_flag
 from .moe import MoE, MoEStats
 
 SATURATED = 0x7E
@@ -70,6 +71,9 @@ class MoERecorder:
     """
 
     def __init__(self, model: nn.Module, *, numerics: bool = False) -> None:
+        if not isinstance(model, nn.Module):
+            fail(TypeError, "MoERecorder", "model", type(model).__name__, "allowed: a module")
+        check_flag("MoERecorder", "numerics", numerics)
         self._layers = {name or "moe": m for name, m in model.named_modules() if isinstance(m, MoE)}
         if not self._layers:
             got = f"a {type(model).__name__} without MoE"

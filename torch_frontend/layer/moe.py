@@ -16,7 +16,7 @@ T tokens   D dim   F hidden_dim   E experts   K top_k   P rows of padded groups 
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,14 @@ class MoE(nn.Module):
             gate = nn.Linear(dim, 1, bias=False, dtype=dtype, device=device) if shared.gate else None
             self.shared_gate = gate
             self.shared_expert = SharedFFN(dim, shared.hidden_dim, 1, recipe, dtype, device, **options)
+
+    def _apply(self, *args: Any, **options: Any) -> Self:
+        """As torch's, but for the selection bias, which `.to(torch.bfloat16)` leaves in float32: an update is 0.001."""
+        before = self.selection_bias
+        super()._apply(*args, **options)
+        if before is not None and self.selection_bias is not None and self.selection_bias.dtype != before.dtype:
+            self.selection_bias = before.to(self.selection_bias.device)
+        return self
 
     def reset_parameters(self) -> None:
         for part in (self.router, self.experts, self.shared_expert, self.shared_gate):

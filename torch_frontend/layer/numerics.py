@@ -25,8 +25,9 @@ OP = "numerics_report"
 def numerics_report(moe: MoE, x: Tensor, dout: Tensor | None = None) -> NumericsReport:
     """Report the loss of folding the operands of `moe` on these tokens: whether to use `compute="exact"` instead.
 
-    The report covers every MXFP8 operand of the recipe, whatever its compute: activations, weights in both
-    orientations, gradients. With recipe "mxfp8" it covers the operands along the tokens too.
+    The report covers every MXFP8 operand of the routed experts, not of the shared expert, whatever the recipe's
+    compute: activations, weights in both orientations, gradients. With recipe "mxfp8" it covers the operands along the
+    tokens too.
 
     It runs forward and backward once without autograd; the layer does not change. The host reads two bytes per value
     of each operand and computes the report: some thousand tokens are enough.

@@ -95,6 +95,8 @@ class ExpertParallel(ParallelStyle):
     ) -> None:
         super().__init__()
         check_deduplicate("ExpertParallel", deduplicate)
+        if transport is not None and not isinstance(transport, PeerMemory):
+            fail(TypeError, "ExpertParallel", "transport", repr(transport), "allowed: a PeerMemory, or None")
         self.transport = transport
         self.deduplicate: Deduplicate = deduplicate
         self.recipe = None if recipe is None else Recipe.parse(recipe)

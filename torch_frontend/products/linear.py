@@ -75,7 +75,8 @@ class SharedRows:
     """The operands of x, for several layers that read the same tensor one after the other.
 
     The first layer makes them, the last one drops them; so do the end of x and a call with another x. readers: the
-    number of layers. A version counter shows a write to x, except through `.data`.
+    number of layers. A version counter shows a write to x, except through `.data`. A tensor of `inference_mode` has no
+    such counter: each layer makes its own operands.
     """
 
     def __init__(self, readers: int) -> None:
@@ -85,6 +86,8 @@ class SharedRows:
     def operands(self, x: Tensor, form: Format, whole: bool, make: Callable[[], Operands]) -> Operands:
         """The operands that an earlier layer has made of x, or what `make` returns."""
         kept, self._kept = self._kept, None
+        if x.is_inference():
+            return make()
         if kept is None or kept.x() is not x or (kept.version, kept.form, kept.whole) != (version_of(x), form, whole):
             kept = _Kept(weakref.ref(x, self._drop), version_of(x), form, whole, make(), self.readers)
         if kept.readers > 1:

@@ -70,6 +70,8 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> ExpertOrder:
     if expert_ids.dim() not in (1, 2):
         fail(ValueError, op, "expert_ids", f"shape {tuple(expert_ids.shape)}", "allowed: (T, top_k) or (S,)")
     check_int(op, "num_experts", num_experts, 1)
+    if expert_ids.dtype == torch.int64:  # ids that int32 does not hold stay wrong
+        expert_ids = expert_ids.clamp(-1, 2**31 - 1)
     return ExpertOrder(*ops.sort_by_expert(expert_ids.reshape(-1).to(torch.int32), num_experts))
 
 

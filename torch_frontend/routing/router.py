@@ -121,9 +121,22 @@ def _autocast(x: Tensor) -> bool:
 # --- the choice -------------------------------------------------------------------------------------------
 
 
+class _Choice(NamedTuple):
+    """`RouterConfig.options`. Dynamo makes it again of numbers that it traces, which a RouterConfig would refuse."""
+
+    top_k: int
+    score_func: str
+    normalize: bool
+    route_scale: float
+    num_groups: int
+    top_k_groups: int
+    group_score: str
+    force_balance: bool
+
+
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, bias: Tensor, router: RouterConfig) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, bias: Tensor, router: _Choice) -> tuple[Tensor, Tensor, Tensor]:
         logits = logits.contiguous()
         routing = _chosen(ctx, logits, bias, router)
         ctx.save_for_backward(logits, routing[0])
@@ -141,7 +154,7 @@ class _Router(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, logit_bias: Tensor | None, bias: Tensor, router: RouterConfig
+        ctx: Any, x: Tensor, weight: Tensor, logit_bias: Tensor | None, bias: Tensor, router: _Choice
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         logits, of_experts = _product(x, weight.t()), x.view_as(x)
         if logit_bias is not None:
@@ -165,13 +178,10 @@ class _Router(torch.autograd.Function):
 
 
 def _chosen(
-    ctx: Any, logits: Tensor, bias: Tensor, router: RouterConfig, constants: tuple[Tensor, ...] = ()
+    ctx: Any, logits: Tensor, bias: Tensor, router: _Choice, constants: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The routing. constants: other outputs without a gradient."""
-    experts, weights, share_sums = ops.route(
-        logits, bias, router.top_k, router.score_func, router.normalize, router.route_scale, router.num_groups,
-        router.top_k_groups, router.group_score, router.force_balance,
-    )  # fmt: skip
+    experts, weights, share_sums = ops.route(logits, bias, *router)
     ctx.mark_non_differentiable(experts, *constants)
     ctx.set_materialize_grads(False)  # zeros for an output without a gradient are a kernel
     ctx.router = router
@@ -201,11 +211,11 @@ def route_tokens(
     x: Tensor, weight: Tensor, bias: Tensor | None, selection_bias: Tensor | None, router: RouterConfig
 ) -> tuple[Tensor, Routing]:
     """x for the experts, and `route` of `router_logits`, for checked arguments."""
-    bias_of_choice = _selection("route", selection_bias, weight.shape[:1], x.device)
+    bias_of_choice, choice = _selection("route", selection_bias, weight.shape[:1], x.device), _Choice(**router.options)
     if x.dtype == weight.dtype == torch.bfloat16 and not _autocast(x):
-        of_experts, experts, weights, shares = _router(x, weight, bias, bias_of_choice, router)
+        of_experts, experts, weights, shares = _router(x, weight, bias, bias_of_choice, choice)
         return of_experts, Routing(experts, weights, shares)
-    return x, Routing._make(_route(router_logits(x, weight, bias), bias_of_choice, router))
+    return x, Routing._make(_route(router_logits(x, weight, bias), bias_of_choice, choice))
 
 
 def _selection(op: str, bias: Tensor | None, shape: tuple[Any, ...], device: torch.device) -> Tensor:
@@ -254,7 +264,7 @@ def route(logits: Tensor, router: RouterConfig, *, selection_bias: Tensor | None
     if router.selection_bias and selection_bias is None:
         fail(ValueError, op, "selection_bias", None, "allowed: a tensor (E,) float32 with router.selection_bias=True")
     bias = _selection(op, selection_bias, logits.shape[-1:], logits.device)
-    return Routing._make(_route(logits, bias, router))
+    return Routing._make(_route(logits, bias, _Choice(**router.options)))
 
 
 def check_selection_bias(op: str, bias: Tensor, shape: tuple[Any, ...], device: torch.device | None) -> Tensor:

@@ -249,6 +249,14 @@ def refused() -> None:
     raises("Block'>; allowed: classes of modules, in a list", TypeError, units=Block)
     raises("style: got gradients='sum'; allowed: an ExpertParallel", style=ExpertParallel(gradients="sum"))
     raises("style: got 'swiglu'; allowed: an ExpertParallel", TypeError, style="swiglu")
+    raises("mesh: got 'cuda'; allowed: DeviceMesh", TypeError, mesh="cuda")
+    raises("mp_policy: got 'bf16'; allowed: ", TypeError, mp_policy="bf16")
+    raises("offload_policy: got 'cpu'; allowed: ", TypeError, offload_policy="cpu")
+    raises("reshard_after_forward: got 'yes'; allowed: ", TypeError, reshard_after_forward="yes")
+    with pytest.raises(TypeError, match="model: got list; allowed: a module"):
+        shard_moe([Model()], pair)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="ExpertParallel: transport: got 'nvlink'; allowed: a PeerMemory, or None"):
+        ExpertParallel(transport="nvlink")  # type: ignore[arg-type]
     for model, words in ((sharded(2), "a model under FSDP2 already"), (Model(), "w1 as a DTensor")):
         if "DTensor" in words:
             parallelize_module(model.blocks[1].moe.experts, pair["ep"], ExpertParallel())

@@ -239,6 +239,18 @@ def test_rows_that_were_written_or_are_others_are_quantized_again() -> None:
         shared = SharedRows(2)
 
 
+def test_a_write_in_inference_mode_is_seen() -> None:
+    """Its tensors have no version counter."""
+    w, shared = randn(N, K, seed=4), SharedRows(2)
+    with torch.inference_mode():
+        x = randn(64, K) * 1.0
+        checked_linear("MXLinear", x, w, None, FOLD, shared=shared)
+        x.mul_(3)
+        got = checked_linear("MXLinear", x, w, None, FOLD, shared=shared)
+        assert torch.equal(got, linear(x, w, recipe=FOLD))
+    assert shared._kept is None
+
+
 # --- compiled programs ------------------------------------------------------------------------------------------------
 
 

@@ -215,6 +215,12 @@ def test_ids_are_of_slots_or_of_tokens(shape: tuple[int, ...]) -> None:
         sort_by_expert(torch.zeros(shape, dtype=torch.int64), 2)
 
 
+def test_ids_that_int32_does_not_hold_are_wrong() -> None:
+    for wrong in (2**32, -(2**32)):
+        with pytest.raises(ValueError, match="sort_by_expert: expert_ids"):
+            sort_by_expert(torch.tensor([[0, wrong]]), 2)
+
+
 def test_rows_of_a_folded_recipe_stay_packed() -> None:
     """Dispatch, and the gradient of combine, leave the gather to the products; the bytes are equal to stored rows'."""
     folded, (t, e, top_k) = Recipe.parse("mxfp8", compute="fold"), (50, 4, 2)

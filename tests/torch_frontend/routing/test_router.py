@@ -59,6 +59,28 @@ def test_a_layer_with_options_compiles() -> None:
         assert torch.equal(a, b), name
 
 
+def test_layers_of_two_scales_compile() -> None:
+    """Dynamo traces a number of which it has seen two values."""
+    torch._dynamo.reset()
+    x = torch.ones(5, DIM)
+    for scale in (1.0, 2.5, 1.5):
+        moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, route_scale=scale))
+        assert torch.equal(torch.compile(moe, fullgraph=True, backend="aot_eager")(x)[0], moe(x)[0])
+
+
+def test_the_selection_bias_stays_in_float32() -> None:
+    moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, selection_bias=True))
+    assert moe.selection_bias is not None
+    moe.selection_bias += 1 + 2**-12
+    for of in (moe.to(torch.bfloat16), moe.bfloat16(), moe.to("cpu", torch.bfloat16)):
+        assert of.selection_bias is not None
+        assert (of.selection_bias == 1 + 2**-12).all()
+        assert of.selection_bias.dtype == torch.float32
+    assert moe.router.weight.dtype == torch.bfloat16
+    moe(torch.ones(3, DIM, dtype=torch.bfloat16))
+    assert moe.to("meta").selection_bias.is_meta  # type: ignore[union-attr]
+
+
 def test_cached_weights_cover_the_shared_expert() -> None:
     case = LAYERS["deepseek_v3"]
     moe, x = layer_of(case, "mxfp8"), torch.from_numpy(case.x)
