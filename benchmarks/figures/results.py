@@ -129,9 +129,9 @@ def record(run: Run, line: Line, path: Path) -> None:
 
 
 def newest(name: str, wanted: Callable[[str], bool] = lambda op: True) -> list[dict[str, Any]]:
-    """The lines of each wanted op and hardware at the last commit measured; of a model, which takes minutes, at the last
-    of this model and frontend, and of an exchange (`how`) at the last of its case. Of two lines about the same case the
-    later one counts.
+    """The lines of each wanted op and hardware at the last commit measured; of a model, which takes minutes, at the
+    last of this model and frontend, and of an exchange (`how`) at the last of its case. Of two lines about the same
+    case the later one counts.
 
     [] without a file or without such lines.
     """
