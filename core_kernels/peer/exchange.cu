@@ -86,89 +86,11 @@ struct Stages {
 
 // ---- pull
 
-struct PullOut {
-  uint8_t *q, *sf, *qf, *row_sf;
-};
-
-__device__ inline void clear(uint8_t* to, int nbytes) {
-  for (int i = threadIdx.x % 32 * 16; i < nbytes; i += 32 * 16) *reinterpret_cast<uint4*>(to + i) = {};
-}
-
-template <int kWarps>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
-    pull_folds(const Rows rows, const int64_t* addresses, int64_t rows_at, int top_k, int k, const PullOut out,
-               int num_stages) {
-  extern __shared__ __align__(kAlign) char ring[];
-  __shared__ uint64_t full[kWarps][kMostStages];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, blocks = k / 32, nbytes = k + blocks;
-  Stages stages(ring, full[warp], warp, num_stages, (nbytes + kAlign - 1) / kAlign * kAlign);
-  if (lane < num_stages) sm90::barrier_init(&stages.full[lane], 1);
-  sm90::barrier_init_fence();
-  __syncwarp();
-  const Jumping order(rows);
-  const int workers = gridDim.x * kWarps;
-  const auto request = [&](int number, int stage) {  // by one lane
-    if (number >= order.count) return;
-    const int row = order.row(number);
-    const int2 home = row < 0 ? make_int2(-1, 0) : rows.home[row];
-    sm90::barrier_expect(&stages.full[stage], home.x < 0 ? 0 : nbytes);
-    if (home.x < 0) return;
-    load(stages.of(stage), row_of_peer(addresses, home.x, rows_at + int64_t{home.y / top_k} * nbytes), nbytes,
-         &stages.full[stage]);
-  };
-  const int first = warp * gridDim.x + blockIdx.x;
-  if (lane == 0)
-    for (int i = 0; i < num_stages - 1; ++i) request(first + i * workers, i);
-  for (int number = first; number < order.count; number += workers) {
-    const int row = order.row(number);
-    const bool real = row >= 0 && rows.home[row].x >= 0;
-    sm90::barrier_wait(&stages.full[stages.stage], stages.parity);
-    const char* bytes = stages.of(stages.stage);
-    if (real) {
-      const auto* sf = reinterpret_cast<const uint8_t*>(bytes + k);
-      uint32_t magnitude = 0;
-      for (int b = lane; b < blocks; b += 32) magnitude = max(magnitude, (sf[b] + 1u) & 0xFF);
-      magnitude = __reduce_max_sync(~0u, magnitude);
-      const uint32_t scale = magnitude - 1;
-      if (lane == 0) {
-        out.row_sf[row] = scale;
-        store(out.q + int64_t{row} * k, bytes, k);
-        store(out.sf + int64_t{row} * blocks, sf, blocks);
-      }
-      uint8_t* qf = out.qf + int64_t{row} * k;
-#pragma unroll 4
-      for (int i = lane; i < k / 16; i += 32)
-        *reinterpret_cast<uint4*>(qf + i * 16) =
-            folded(*reinterpret_cast<const uint4*>(bytes + i * 16), fold_power(sf[i / 2], scale));
-    } else if (row >= 0) {
-      clear(out.q + int64_t{row} * k, k);
-      clear(out.sf + int64_t{row} * blocks, blocks);
-      clear(out.qf + int64_t{row} * k, k);
-      if (lane == 0) out.row_sf[row] = 0;
-    }
-    __syncwarp();
-    if (lane == 0) {
-      commit();
-      wait_for_reads();  // the stage of the row before is free
-      request(number + (num_stages - 1) * workers, stages.ahead);
-    }
-    stages.advance();
-  }
-  if (lane == 0) wait_for_stores();
-}
-
-// ---- pull without a fold
-
-// A row of the memory of a peer: `values` bytes, then `scales` bytes, then bytes that nobody reads.
-struct PlainOut {
-  uint8_t *values, *scales;
-  int values_bytes, scales_bytes;
-};
-
-template <int kWarps>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
-    pulls(const Rows rows, const int64_t* addresses, int64_t rows_at, int top_k, int nbytes, const PlainOut out,
-          int num_stages) {
+// Each warp pulls rows of `nbytes` bytes, and all its lanes take(row, real, bytes, lane): its bytes in shared memory,
+// or zeros if it is not real. row: -1 for no row.
+template <int kWarps, typename Take>
+__device__ inline void pull(const Rows& rows, const int64_t* addresses, int64_t rows_at, int top_k, int nbytes,
+                            int num_stages, const Take& take) {
   extern __shared__ __align__(kAlign) char ring[];
   __shared__ uint64_t full[kWarps][kMostStages];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -194,14 +116,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 
     const int row = order.row(number);
     const bool real = row >= 0 && rows.home[row].x >= 0;
     sm90::barrier_wait(&stages.full[stages.stage], stages.parity);
-    const char* bytes = stages.of(stages.stage);
-    uint8_t* values = out.values + int64_t{row} * out.values_bytes;
-    uint8_t* scales = out.scales + int64_t{row} * out.scales_bytes;
-    if (real && lane == 0) store(values, bytes, out.values_bytes);
-    if (row >= 0 && !real) clear(values, out.values_bytes);
-    // One at a time: a row of few scales is no whole vector of 16 bytes.
-    if (row >= 0)
-      for (int i = lane; i < out.scales_bytes; i += 32) scales[i] = real ? bytes[out.values_bytes + i] : 0;
+    take(row, real, stages.of(stages.stage), lane);
     __syncwarp();
     if (lane == 0) {
       commit();
@@ -211,6 +126,68 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 
     stages.advance();
   }
   if (lane == 0) wait_for_stores();
+}
+
+__device__ inline void clear(uint8_t* to, int nbytes) {
+  for (int i = threadIdx.x % 32 * 16; i < nbytes; i += 32 * 16) *reinterpret_cast<uint4*>(to + i) = {};
+}
+
+struct PullOut {
+  uint8_t *q, *sf, *qf, *row_sf;
+};
+
+template <int kWarps>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
+    pull_folds(const Rows rows, const int64_t* addresses, int64_t rows_at, int top_k, int k, const PullOut out,
+               int num_stages) {
+  const int blocks = k / 32;
+  const auto take = [&](int row, bool real, const char* bytes, int lane) {
+    if (real) {
+      const auto* sf = reinterpret_cast<const uint8_t*>(bytes + k);
+      uint32_t magnitude = 0;
+      for (int b = lane; b < blocks; b += 32) magnitude = max(magnitude, (sf[b] + 1u) & 0xFF);
+      magnitude = __reduce_max_sync(~0u, magnitude);
+      const uint32_t scale = magnitude - 1;
+      if (lane == 0) {
+        out.row_sf[row] = scale;
+        store(out.q + int64_t{row} * k, bytes, k);
+        store(out.sf + int64_t{row} * blocks, sf, blocks);
+      }
+      uint8_t* qf = out.qf + int64_t{row} * k;
+#pragma unroll 4
+      for (int i = lane; i < k / 16; i += 32)
+        *reinterpret_cast<uint4*>(qf + i * 16) =
+            folded(*reinterpret_cast<const uint4*>(bytes + i * 16), fold_power(sf[i / 2], scale));
+    } else if (row >= 0) {
+      clear(out.q + int64_t{row} * k, k);
+      clear(out.sf + int64_t{row} * blocks, blocks);
+      clear(out.qf + int64_t{row} * k, k);
+      if (lane == 0) out.row_sf[row] = 0;
+    }
+  };
+  pull<kWarps>(rows, addresses, rows_at, top_k, k + blocks, num_stages, take);
+}
+
+// A row of the memory of a peer: `values` bytes, then `scales` bytes, then bytes that nobody reads.
+struct PlainOut {
+  uint8_t *values, *scales;
+  int values_bytes, scales_bytes;
+};
+
+template <int kWarps>
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kWarps * 32, 1)
+    pulls(const Rows rows, const int64_t* addresses, int64_t rows_at, int top_k, int nbytes, const PlainOut out,
+          int num_stages) {
+  const auto take = [&](int row, bool real, const char* bytes, int lane) {
+    uint8_t* values = out.values + int64_t{row} * out.values_bytes;
+    uint8_t* scales = out.scales + int64_t{row} * out.scales_bytes;
+    if (real && lane == 0) store(values, bytes, out.values_bytes);
+    if (row >= 0 && !real) clear(values, out.values_bytes);
+    // One at a time: a row of few scales is no whole vector of 16 bytes.
+    if (row >= 0)
+      for (int i = lane; i < out.scales_bytes; i += 32) scales[i] = real ? bytes[out.values_bytes + i] : 0;
+  };
+  pull<kWarps>(rows, addresses, rows_at, top_k, nbytes, num_stages, take);
 }
 
 // ---- push
