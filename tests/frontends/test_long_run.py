@@ -29,8 +29,9 @@ def test_a_layer_keeps_nothing_of_its_steps(frontend: str, steps: int, settled: 
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert not run.returncode, run.stderr
     before, after = (Held(*held) for held in json.loads(run.stdout))
-    # XLA starts threads of its pool when all others are at work: one in 16,000 steps, after step 350 or 2,300.
-    require_no_growth(before, after, limit, (os.cpu_count() or 1) if frontend == "jax" else 0)
+    # XLA starts threads of its pools when all others are at work: one in 16,000 steps, after step 350 or 2,300; four in
+    # 9,000 steps on two cores, next to five other programs. A leak is a thread in each step.
+    require_no_growth(before, after, limit, 4 * (os.cpu_count() or 1) if frontend == "jax" else 0)
 
 
 def test_growth_is_an_error_but_for_the_memory_of_threads_that_may_start() -> None:
