@@ -97,7 +97,7 @@ def _check_token_axes(op: str, axis_name: Axes | None, token_axes: Axes | None, 
     """Raise unless ranks of the exchange have tokens of their own, and ranks of tensor_axis the same."""
     split = axis_names(op, "token_axes", token_axes)
     if not set(axis_names(op, "axis_name", axis_name)) <= set(split):
-        fail(ValueError, op, "token_axes", repr(token_axes), f"allowed: axes with those of axis_name, {axis_name!r}")
+        fail(ValueError, op, "token_axes", repr(token_axes), f"allowed: axes that include axis_name, {axis_name!r}")
     if tensor_axis in split:
         fail(ValueError, op, "tensor_axis", repr(tensor_axis), f"allowed: an axis that splits no tokens, as {split} do")
 
