@@ -65,7 +65,7 @@ JAX = (
           "jax_frontend/products/forms/fold.py:FoldForm.along_rows", Swap("WEIGHT_HEADROOM", "0"),
           "jax_frontend/products/test_weights.py -k 'one_way and bfloat16 and rceil'"),
     Fault("the weights of all rows of a token with a lost row have NaN gradients",
-          "jax_frontend/routing/overflow.py:_over", Swap("!=", "is not"),
+          "jax_frontend/routing/overflow.py:nan_gradients_of_probs", Swap("lost", "_of_rows(lost)", 2),
           "jax_frontend/routing/test_overflow.py -k weight_of"),
     Fault("the row that fills the capacity is dropped", "jax_frontend/exchange/all_to_all.py:lay_out",
           Swap("capacity", "(capacity - 1)", 3), "jax_frontend/exchange/test_ep.py -k 'rows_arrive and 3'"),
