@@ -312,11 +312,11 @@ class Lines(Dataset):
 
 
 def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
-    """Under bf16 autocast, with gradient checkpointing. Measured: losses fall to a third, and are within 44.4 dB of
-    each other; less 4, since later losses follow from earlier ones."""
+    """Under bf16 autocast, with gradient checkpointing. Measured: losses fall to 0.42, and are within 42.5 to 43.8 dB
+    of each other with the instructions of five kinds of CPUs; less 4, since later losses follow from earlier ones."""
     losses = {}
     for implementation in ("eager", "mxfp8"):
-        model, options = model_of("mixtral"), {"max_steps": 5, "learning_rate": 1e-2, "per_device_train_batch_size": 4}
+        model, options = model_of("mixtral"), {"max_steps": 8, "learning_rate": 3e-3, "per_device_train_batch_size": 4}
         model.set_experts_implementation(implementation)
         options |= {"logging_steps": 1, "gradient_checkpointing": True, "bf16": True, "use_cpu": True}
         quiet = {"report_to": [], "disable_tqdm": True, "save_strategy": "no"}
@@ -326,7 +326,7 @@ def test_the_trainer_learns_the_same(tmp_path: Path) -> None:
             [float(row["loss"]) for row in trainer.state.log_history if "loss" in row]
         )
     assert losses["mxfp8"][-1] < 0.6 * losses["mxfp8"][0], losses
-    assert sqnr_db(losses["mxfp8"], losses["eager"]) > 40, losses
+    assert sqnr_db(losses["mxfp8"], losses["eager"]) > 38.5, losses
 
 
 def test_one_graph() -> None:
