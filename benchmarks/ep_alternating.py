@@ -8,6 +8,7 @@ The peer's name is in `case.peer_is`. This process never uses a GPU.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -54,16 +55,31 @@ def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
         of_frontends = list(commands(only, routing, out).items())
         for turn in range(TURNS):
             for frontend, command in of_frontends[:: -1 if turn % 2 else 1]:
-                done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
-                if done.returncode:
-                    text = "\n".join(done.stdout.splitlines()[-20:])
-                    fail(
-                        RuntimeError,
-                        "ep_alternating",
-                        frontend,
-                        f"exit status {done.returncode} of turn {turn + 1}\n{text}",
-                    )
+                status, output = run(command)
+                if status:
+                    text = "\n".join(output.splitlines()[-20:])
+                    fail(RuntimeError, "ep_alternating", frontend, f"exit status {status} of turn {turn + 1}\n{text}")
         yield from compared([json.loads(text) for text in out.read_text().splitlines()])
+
+
+def run(command: Sequence[str]) -> tuple[int, str]:
+    """Exit status and output of a command, which ends with its ranks when this process is interrupted or terminated.
+
+    The ranks of torchrun are in sessions of their own: torchrun alone ends them, after one signal that it survives.
+    """
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    try:
+        with subprocess.Popen(command, stdout=pipe, stderr=merged, text=True, start_new_session=True) as process:
+            try:
+                output, _ = process.communicate()
+            except KeyboardInterrupt:
+                process.terminate()
+                process.communicate()
+                raise
+            return process.returncode, output
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def compared(rows: Sequence[Row]) -> Iterator[Line]:

@@ -1,7 +1,10 @@
 """JAX and PyTorch in whole processes: the commands of a turn, medians over turns, the fastest exchange as peer, and
 the table."""
 
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,14 @@ from benchmarks import ep_alternating
 from benchmarks.figures import results, speed
 from benchmarks.figures.tables import table_ep
 
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, sys, time
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(file.name, sys.argv[1])
+time.sleep(600)
+"""
 SIZES = {"tokens": 16384, "dim": 7168, "hidden_dim": 2048, "num_experts": 32, "top_k": 8}
 CASE = {**SIZES, "ranks": 2, "routing": "balanced", "recipe": "mxfp8"}
 
@@ -53,14 +64,33 @@ def test_a_process_that_fails_is_an_error_with_its_last_lines(monkeypatch: pytes
     """The second turn runs the frontends the other way round."""
     ran: list[str] = []
 
-    def run(command: list[str], **_: Any) -> Any:
+    def run(command: list[str]) -> tuple[int, str]:
         ran.append("torch" if "ep" in command else "jax")
-        return subprocess.CompletedProcess(command, int(len(ran) == 4), "something\nout of memory")
+        return int(len(ran) == 4), "something\nout of memory"
 
-    monkeypatch.setattr(ep_alternating.subprocess, "run", run)
+    monkeypatch.setattr(ep_alternating, "run", run)
     with pytest.raises(RuntimeError, match=r"(?s)torch: got exit status 1 of turn 2\n.*out of memory"):
         list(ep_alternating.lines(["mxfp8"]))
     assert ran == ["torch", "jax", "jax", "torch"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    """torchrun's ranks are in sessions of their own: they outlived a torchrun that was killed, on their GPUs."""
+    file, script = tmp_path / "pid", tmp_path / "rank.py"
+    script.write_text(RANK)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), str(file)]
+    program = f"from benchmarks import ep_alternating\nep_alternating.run({launcher!r})"
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True) as caller:
+        until = time.monotonic() + 60
+        while not file.exists():
+            assert caller.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        caller.send_signal(number)
+        _, errors = caller.communicate(timeout=60)
+    assert "KeyboardInterrupt" in errors
+    assert not Path("/proc", file.read_text()).exists()
 
 
 def test_the_commands_of_a_turn() -> None:
