@@ -48,10 +48,14 @@ def torch_experts(x: Tensor, experts: Tensor, probs: Tensor, weights: Weights) -
     counts = torch.histc(experts.flatten().float(), num_experts, 0, num_experts)  # bincount would wait for the device
     ends = torch.cumsum(counts, 0).to(torch.int32)
     token = order // top_k
-    rows = x.index_select(0, token)
-    h = _swiglu()(grouped_bf16(rows, weights.w1, ends), grouped_bf16(rows, weights.w3, ends))
-    out = grouped_bf16(h, weights.w2, ends).float() * probs.flatten()[order].unsqueeze(-1)
+    out = plain_experts(x.index_select(0, token), weights, ends).float() * probs.flatten()[order].unsqueeze(-1)
     return torch.zeros_like(x).index_add(0, token, out.to(x.dtype))
+
+
+def plain_experts(rows: Tensor, weights: Weights, ends: Tensor) -> Tensor:
+    """rows (P, D) by expert, ends (E,) int32 -> (P, D)."""
+    h = _swiglu()(grouped_bf16(rows, weights.w1, ends), grouped_bf16(rows, weights.w3, ends))
+    return grouped_bf16(h, weights.w2, ends)
 
 
 def jax_layer(x: jax.Array, weights: tuple[jax.Array, ...], top_k: int) -> jax.Array:
