@@ -300,6 +300,7 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("")
     (tmp_path / "text.py").write_text("def quantize_row(x) return x")
     (tmp_path / "names.py").write_text("OPS = ['quantize_row']")
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)")
     (tmp_path / "without.py").write_text("def quantize_squares(x, rounding=0): pass")
     good, wrong, empty = ran("good", "--json", "good.json"), ran("wrong"), ran("empty")
     assert (good.returncode, wrong.returncode, empty.returncode, ran("absent").returncode) == (0, 1, 2, 2)
@@ -311,8 +312,10 @@ def test_the_command(tmp_path: Path) -> None:
     for arguments, message in (
         (["text"], "SyntaxError: "),
         (["names"], "mxep.conformance: OPS: got list; allowed: a dict of functions by name"),
+        (["ends"], "SystemExit: 0"),
         (["./good"], "mxep.conformance: backend: got './good'; allowed: a dotted name"),
         (["good", "--json", "no/good.json"], "--json: got no/good.json; allowed: a file in a folder that exists"),
+        (["good", "--json", "."], "--json: got .; allowed: a file in a folder that exists"),
     ):
         found = ran(*arguments)
         assert (found.returncode, "Traceback" in found.stderr) == (2, False), found.stderr
