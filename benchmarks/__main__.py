@@ -109,6 +109,8 @@ def main() -> None:
     if args.frontend and (other := set(args.sections or ["gpu"]) - {"models"}):
         parser.error(f"--frontend: got section {', '.join(sorted(other))}; allowed: models")
 
+    if args.frontend == "jax" and BY_TORCHRUN:
+        parser.error("--frontend: got jax by torchrun; allowed: python -m benchmarks models --frontend jax, on one GPU")
     if args.frontend == "jax":  # torch only compares gradients: layers fill one pool, without gaps
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
@@ -141,10 +143,17 @@ def main() -> None:
         own = args.shape and not args.out
         recorded = run.commit is not None and not args.no_record and not own
         shapes = (of_layer(args.shape),) if args.shape else ()
+        if recorded:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        measured = False
         for line in _module(section, frontend).lines(args.only, *shapes, **options):
+            measured = True
             print(results.row(results.cells(line)), flush=True)
             if recorded:
                 results.record(run, line, path)
+        if not measured:
+            only = f"--only {','.join(args.only)}" if args.only else "all names"
+            parser.error(f"{section}: got {only}, of which this machine measures nothing; allowed: other names")
         if recorded:
             print(f"recorded in {path}")
         elif args.no_record:

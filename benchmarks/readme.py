@@ -8,6 +8,7 @@ results/*.jsonl --newest commit of each op--> tables --> the text between two ma
 A test compares the documents with what this module generates.
 """
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def with_generated(text: str, generated: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser("python -m benchmarks.readme", description=__doc__).parse_args()
     for path, generate in DOCUMENTS.items():
         path.write_text(with_generated(path.read_text(), generate()))
     if products := newest("h200", table_grouped_gemm.is_product):

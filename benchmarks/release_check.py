@@ -7,6 +7,7 @@ Sources are the files of the headline's folders in core_kernels that run on a GP
 kernels include. A change of a comment counts too: nothing else says that a time is the same.
 """
 
+import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -59,10 +60,13 @@ def older(found: Sequence[Headline], log: Log) -> Iterator[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser("python -m benchmarks.release_check", description=__doc__).parse_args()
     found = list(headlines(newest("h200"), newest("h200_ep", table_ep.is_ep)))
     wrong = list(older(found, changes))
+    if not found:
+        sys.exit("release_check: got no headline; expected lines in benchmarks/results")
     print("\n".join(wrong) or f"all {len(found)} headlines are as new as their kernels")
-    sys.exit(bool(wrong) or not found)
+    sys.exit(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -96,10 +96,11 @@ def gpu_name() -> str | None:
 def file_name(gpu: str | None) -> str:
     """Name of the file for the figures of this hardware.
 
-    >>> file_name("NVIDIA H200")
-    'h200'
+    >>> [file_name(gpu) for gpu in ("NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", None)]
+    ['h200', 'h100', 'a100', 'cpu']
     """
-    return gpu.split()[-1].lower() if gpu else "cpu"
+    model = re.search(r"\b[A-Z]+\d+", gpu or "CPU")
+    return model[0].lower() if model else (gpu or "CPU").split()[-1].lower()
 
 
 def _smi(query: str) -> str | None:
@@ -122,7 +123,6 @@ def installed_versions() -> dict[str, str]:
 
 def record(run: Run, line: Line, path: Path) -> None:
     """Append the line; the run's commit is known."""
-    path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         row = {**asdict(run), **asdict(line)}
         file.write(json.dumps({k: v for k, v in row.items() if k not in OPTIONAL or v is not None}) + "\n")

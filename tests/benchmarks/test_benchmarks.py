@@ -247,3 +247,19 @@ def test_the_figures_of_a_model_have_one_commit(tmp_path: Path, monkeypatch: pyt
              ])]  # fmt: skip
     (tmp_path / "h200.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [row["us"] for row in results.newest("h200")] == [1, 2, 3]
+
+
+def test_a_section_without_a_line_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A size of GPUs alone, on a CPU: the run ended with status 0."""
+    monkeypatch.setattr(results, "gpu_name", lambda: None)
+    out = tmp_path / "new" / "lines.jsonl"
+    given = ["ep_jax", "--only", "7168/2048", "--commit", "0" * 40, "--out", str(out)]
+    monkeypatch.setattr("sys.argv", ["benchmarks", *given])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    said = capsys.readouterr()
+    assert "ep_jax: got --only 7168/2048, of which this machine measures nothing" in said.err
+    assert "recorded" not in said.out
+    assert out.parent.is_dir()

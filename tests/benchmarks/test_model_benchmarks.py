@@ -292,6 +292,15 @@ def test_arguments(
     assert said in capsys.readouterr().err
 
 
+def test_every_rank_refuses_jax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 ran JAX, and the others torch, whose collectives waited."""
+    monkeypatch.setattr(__main__, "BY_TORCHRUN", True)
+    monkeypatch.setattr("sys.argv", ["benchmarks", "models", "--frontend", "jax"])
+    with pytest.raises(SystemExit):
+        __main__.main()
+    assert "--frontend: got jax by torchrun; allowed: python -m benchmarks models" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("module", [fit, parts, text])
 def test_examples_in_docstrings(module: Any) -> None:
     found = doctest.testmod(module)
