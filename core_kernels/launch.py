@@ -17,6 +17,8 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
+
 _NONE: Mapping[str, int] = MappingProxyType({})
 
 
@@ -123,7 +125,8 @@ class KernelOp:
         inputs = self.complete(inputs, NO_ENDS)
         if len(inputs) != len(self.inputs):
             raise TypeError(f"{self.name}: takes {len(self.inputs)} arrays {self.inputs}, got {len(inputs)}")
-        return _signature(self, inputs, tuple(sorted(options.items())))
+        # With the types: 3, 3.0 and True are equal keys, and `check` refuses two of them.
+        return _signature(self, inputs, tuple((name, type(value), value) for name, value in sorted(options.items())))
 
     def launch(self, *inputs: ArrayType, arch: str, **options: Any) -> Launch:
         """Check a call and tile it for "interpreter", "sm_90" or another architecture of tiles.py."""
@@ -192,8 +195,8 @@ class KernelOp:
 
 
 @lru_cache(maxsize=4096)
-def _signature(op: KernelOp, inputs: tuple[ArrayType, ...], options: tuple[tuple[str, Any], ...]) -> Signature:
-    return op.check(*inputs, **dict(options))
+def _signature(op: KernelOp, inputs: tuple[ArrayType, ...], options: tuple[tuple[str, type, Any], ...]) -> Signature:
+    return op.check(*inputs, **{name: value for name, _, value in options})
 
 
 def fail(error: type[Exception], op: str, argument: str, got: object, allowed: str = "", *, hint: str = "") -> NoReturn:
@@ -228,9 +231,10 @@ def require_shape(op: str, argument: str, array: ArrayType, shape: tuple[int, ..
 
 def require_size(op: str, argument: str, size: int, least: int = 0) -> None:
     """Raise ValueError unless a size is from `least` up to the largest int32; a symbolic size passes."""
-    if not hasattr(size, "__index__") and not hasattr(size, "dimension_as_value"):  # the latter of jax.export
+    known = hasattr(size, "__index__") or hasattr(size, "dimension_as_value")  # the latter of jax.export
+    if isinstance(size, bool) or not known:
         fail(TypeError, op, argument, repr(size), "allowed: an int")
-    if isinstance(size, int) and not least <= size < 2**31:
+    if isinstance(size, int | np.integer) and not least <= size < 2**31:
         fail(ValueError, op, argument, size, f"allowed: {least} to {2**31 - 1}")
 
 

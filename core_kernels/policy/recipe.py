@@ -23,7 +23,7 @@ class Recipe:
     """Precision of a Mixture-of-Experts layer.
 
     Args:
-        name: one of `RECIPES`.
+        name: what messages and tables call it.
         operands: of forward and input gradient.
             "mxfp8": blocks of 32 values share a scale; dispatch forward and combine backward send MXFP8 rows too.
             "fp8_rowwise": E4M3 with one power-of-two scale per row; the all-to-all sends bf16.
@@ -71,11 +71,13 @@ class Recipe:
         for field, kind in (("name", str), ("wgrad_with_hp", bool), ("alignment", int)):
             if type(getattr(self, field)) is not kind:
                 fail(TypeError, "Recipe", field, repr(getattr(self, field)), f"allowed: {kind.__name__}")
-        if self.mxfp8_all_to_all is not None and not (
-            isinstance(self.mxfp8_all_to_all, tuple) and set(self.mxfp8_all_to_all) <= set(get_args(TransferName))
-        ):
-            allowed = f"allowed: None or a tuple of {', '.join(map(repr, get_args(TransferName)))}"
-            fail(ValueError, "Recipe", "mxfp8_all_to_all", repr(self.mxfp8_all_to_all), allowed)
+        given, names = self.mxfp8_all_to_all, get_args(TransferName)
+        if given is not None:
+            if not isinstance(given, tuple) or any(name not in names for name in given):
+                allowed = f"allowed: None or a tuple of {', '.join(map(repr, names))}"
+                fail(ValueError, "Recipe", "mxfp8_all_to_all", repr(given), allowed)
+            # In one order: recipes that say the same are equal, on other ranks too.
+            object.__setattr__(self, "mxfp8_all_to_all", tuple(name for name in names if name in given))
         blockwise = self.operands == "fp8_blockwise"
         if self.operands == "fp8_rowwise" and not self.wgrad_with_hp:
             fail(ValueError, "Recipe", "wgrad_with_hp", f"False with operands {self.operands!r}", "allowed: True")
@@ -137,7 +139,7 @@ class Recipe:
         return "fold" if self.compute == "fold" or (self.compute == "auto" and facts(arch).folds) else "mx"
 
     @classmethod
-    def parse(cls, value: "Recipe | str", **changes: object) -> "Recipe":
+    def parse(cls, value: "Recipe | str", /, **changes: object) -> "Recipe":
         """Return a Recipe from itself or from a name in `RECIPES`, with fields changed if asked.
 
         Args:

@@ -7,7 +7,7 @@ A receiver reads rows with its own options, so `shared_arguments` are equal on a
 compare the arguments themselves, and the error names the first that differs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +30,9 @@ class Request(NamedTuple):
 
     op: of errors before the exchange. rows, counts, probs: as of `dispatch` and `dispatch_probs`. inside: the experts
     weight their rows with probs, else the sum over replicas does. out_dtype: of the result. also: further arguments
-    that must be the same on all ranks, by name. check: raises if the experts do not fit these arguments. error: what
-    this rank is about to raise. An error on one rank raises on all: the exchange of counts has its verdict, or, where
-    the number of experts is unknown (0), a small all-gather before it.
+    that must be the same on all ranks, by name. error: what this rank is about to raise. An error on one rank raises on
+    all: the exchange of counts has its verdict, or, where the number of experts is unknown (0), a small all-gather
+    before it.
     """
 
     op: str
@@ -44,7 +44,6 @@ class Request(NamedTuple):
     inside: bool = True
     out_dtype: torch.dtype | None = None
     also: Mapping[str, Any] = {}
-    check: Callable[[], object] | None = None
     error: Exception | None = None
 
     @property
@@ -56,15 +55,6 @@ class Request(NamedTuple):
         """With these tensors in place of its own."""
         rows = self.rows._replace(x=x) if isinstance(self.rows, TokenReplicas) else x
         return self._replace(rows=rows, probs=probs)
-
-    def checked(self) -> "Request":
-        """With the error of `check`."""
-        try:
-            if self.check is not None:
-                self.check()
-        except (TypeError, ValueError) as found:
-            return self._replace(error=found)
-        return self
 
 
 class Agreement(NamedTuple):
@@ -129,7 +119,9 @@ def shared_arguments(request: Request, deduplicate: Deduplicate = None) -> dict[
     # In a compiled graph the other arguments are the layer's, whose ranks have compared them before.
     if torch.compiler.is_compiling():
         return {"top_k": rows.top_k} if once and isinstance(rows, TokenReplicas) else {}
+    needed = [name for name, t in (("rows", x), ("probs", request.probs)) if _needs_gradient(t)]
     return {
+        "transport": None,  # first: where one rank alone has one, other arguments differ too
         "rows": f"{x.shape[1]} values of {x.dtype}",
         "recipe": request.recipe,
         "deduplicate": deduplicate,
@@ -137,7 +129,7 @@ def shared_arguments(request: Request, deduplicate: Deduplicate = None) -> dict[
         "top_k": rows.top_k if once and isinstance(rows, TokenReplicas) else None,
         **request.also,
         "probs": "none" if request.probs is None else "given",
-        "gradients": ", ".join(n for n, t in (("rows", x), ("probs", request.probs)) if _needs_gradient(t)) or "none",
+        "gradients": ", ".join(needed) or request.also.get("gradients", "none"),
     }
 
 

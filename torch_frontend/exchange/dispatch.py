@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate, check_deduplicate
-from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.recipe import RECIPES, Recipe
 from ..ops import direct as ops
 from ..ops.checks import check_probs
 from ..ops.mx_tensor import MXTensor
@@ -75,9 +76,15 @@ def dispatch(
         (torch.Size([128, 32]), [32, 32, 32], [2.0, 2.0])
     """
     name = name_of("dispatch", "group", group)
-    check_deduplicate("dispatch", deduplicate)
-    ranks = Ranks(name, degree_of(name), 0, "")
-    return dispatch_over(Request("dispatch", rows, counts, Recipe.parse(recipe), ranks), deduplicate)
+    request = Request("dispatch", rows, counts, RECIPES["bf16"], Ranks(name, degree_of(name), 0, ""))
+    try:
+        check_deduplicate("dispatch", deduplicate)
+        request = request._replace(recipe=Recipe.parse(recipe))
+    except (TypeError, ValueError) as error:
+        if request.ranks.degree > 1:
+            agree_on_counts(request._replace(error=error))
+        raise
+    return dispatch_over(request, deduplicate)
 
 
 @named("mxep.dispatch")
@@ -205,6 +212,8 @@ def dispatch_probs(probs: Tensor, route: Route) -> Tensor:
         >>> dispatch_probs(torch.tensor([[0.25], [0.5]]), route)[:64:32].tolist()
         [0.5, 0.25]
     """
+    if not isinstance(route, Route):
+        fail(TypeError, "dispatch_probs", "route", type(route).__name__, "allowed: the Route of a dispatch")
     shape = (sum(route.input_splits),) if route.order is None else (sum(route.input_splits) // route.top_k, route.top_k)
     check_probs("dispatch_probs", "probs", probs, shape, route.row_map.row_map.device)
     column = probs.reshape(-1, 1)

@@ -91,7 +91,7 @@ class AllToAll:
         probs = request.probs if request.inside else None
         if request.ranks.degree > 1:
             also = {**request.also, "transport": None, "weights inside": probs is not None}
-            request = request.checked()._replace(also=also)
+            request = request._replace(also=also)
         groups, _, route = dispatch_over(request._replace(probs=probs), self.deduplicate)
         return groups, None if probs is None else dispatch_probs(probs, route), route
 

@@ -76,7 +76,8 @@ def checked_all_to_all(
     except (TypeError, ValueError) as found:
         error = found
     if can_compare(name) and not is_fake(x):  # is_fake comes last: torch.compile of 2.11 cannot trace it
-        compare_all_to_all(op, x, output_splits, input_splits, name, error)
+        options = {"rounding": rounding, "mxfp8_bwd": mxfp8_bwd}
+        compare_all_to_all(op, x, output_splits, input_splits, options, name, error)
     if error is not None:
         raise error
     return name, rounding
@@ -159,17 +160,20 @@ def raise_of_ranks(op: str, argument: str, failed: Sequence[bool], error: Except
 
 
 def compare_all_to_all(
-    op: str, x: Tensor, output_splits: Splits, input_splits: Splits, group_name: str, error: Exception | None
-) -> None:
+    op: str, x: Tensor, output_splits: Splits, input_splits: Splits, options: Mapping[str, Any], group_name: str,
+    error: Exception | None,
+) -> None:  # fmt: skip
     """Raise on every rank if one rank has an `error` or the arguments of two ranks disagree. A collective."""
-    degree = degree_of(group_name)
-    mine = [-1] * (1 + 2 * degree) if error else [x.shape[1] * x.element_size(), *output_splits, *input_splits]
-    table = table_of_ranks(op, mine, group_name)
+    degree, shared, mine = degree_of(group_name), {}, [-1]
+    if error is None:
+        gradient = "needed" if torch.is_grad_enabled() and x.requires_grad else "none"
+        shared = {"op": op, "input": f"{x.shape[1]} values of {x.dtype}", "gradient of input": gradient, **options}
+        mine = [key_of(shared), *output_splits, *input_splits]
+    table = table_of_ranks(op, mine + [-1] * (1 + 2 * degree - len(mine)), group_name)
     raise_of_ranks(op, "input", [row[0] < 0 for row in table], error)
-    for rank, (width, *_) in enumerate(table):
-        if width != mine[0]:
-            allowed = f"allowed: {mine[0]} bytes, as here: one K and one dtype"
-            fail(ValueError, op, "input", f"rows of {width} bytes on rank {rank}", allowed)
+    if any(row[0] != mine[0] for row in table):
+        agree(op, group_name, shared, None)
+    for rank in range(degree):
         for other, size in enumerate(table[rank][1 + degree :]):
             expected = table[other][1 + rank]
             if size != expected:
@@ -206,8 +210,8 @@ def agree(
     raise_of_ranks(op, argument, [theirs is None for theirs in table], error)
     for rank, theirs in enumerate(table):
         for name, value in arguments.items():
-            if theirs[name] != value:
-                there, here = _differing(theirs[name], value)
+            if theirs.get(name) != value:
+                there, here = _differing(theirs.get(name), value)
                 fail(ValueError, op, name, f"{there} on rank {rank}", f"allowed: {here}, as here")
 
 

@@ -232,4 +232,4 @@ def run(
     """(T, width) bfloat16, and rows of all ranks per expert."""
     weights, _ = _weights_and_biases(parameters)
     order = request.rows.order if isinstance(request.rows, TokenReplicas) else None
-    return _device_experts(x, probs, call, order, request.counts, *weights)
+    return _device_experts(x, probs, call, order, request.counts.to(torch.int32), *weights)

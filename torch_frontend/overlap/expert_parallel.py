@@ -10,7 +10,6 @@ They are `dispatch`, `grouped_mm` or `grouped_swiglu_ffn`, and `combine`. Over m
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,10 +18,10 @@ from torch import Tensor
 
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.deduplicate import Deduplicate
-from ...core_kernels.policy.recipe import Recipe
+from ...core_kernels.policy.recipe import RECIPES, Recipe
 from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.all_to_all import TokenReplicas
-from ..exchange.counts import Request
+from ..exchange.counts import Request, agree_on_counts
 from ..exchange.exchange import AllToAll, Exchange
 from ..exchange.process_groups import degree_of, name_of
 from ..exchange.shards import Ranks
@@ -146,7 +145,7 @@ def expert_parallel_mm(
 
     Raises:
         ValueError: For shapes and values that are not allowed. An error on one rank raises on all ranks, and no row is
-            sent.
+            sent. With `PeerMemory`, after the first call, the other ranks wait until their timeout.
         TypeError: For other dtypes and types, in the same way.
 
     Example:
@@ -154,9 +153,13 @@ def expert_parallel_mm(
         >>> expert_parallel_mm(torch.ones(3, 32), w, torch.tensor([1, 2]))[:, 0].tolist()
         [1.0, 2.0, 2.0]
     """
-    recipe = Recipe.parse(recipe)
-    request = Request("expert_parallel_mm", rows, counts, recipe, out_dtype=torch.bfloat16)
-    return _over(transport, group, request, MM(w, bias, recipe))
+    request = Request("expert_parallel_mm", rows, counts, RECIPES["bf16"], out_dtype=torch.bfloat16)
+
+    def make() -> tuple[Request, MM]:
+        of = Recipe.parse(recipe)
+        return request._replace(recipe=of), MM(w, bias, of)
+
+    return _over(transport, group, request, make)
 
 
 def expert_parallel_ffn(
@@ -201,7 +204,7 @@ def expert_parallel_ffn(
 
     Raises:
         ValueError: For shapes and values that are not allowed. An error on one rank raises on all ranks, and no row is
-            sent.
+            sent. With `PeerMemory`, after the first call, the other ranks wait until their timeout.
         TypeError: For other dtypes and types, in the same way.
 
     Example:
@@ -209,25 +212,52 @@ def expert_parallel_ffn(
         >>> expert_parallel_ffn(torch.ones(1, 32), torch.tensor([1]), w, w, w)[0, 0].item()  # as grouped_swiglu_ffn
         0.75
     """
-    op, recipe = "expert_parallel_ffn", Recipe.parse(recipe)
-    if prob_in not in ("combine", "swiglu"):
-        fail(ValueError, op, "prob_in", repr(prob_in), "allowed: 'combine' or 'swiglu'")
-    weights = w1, w3, w2
-    save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
-    options = FFNOptions(recipe, activation, save_bytes=save_bytes)
-    experts = FFN("grouped_swiglu_ffn", weights, Biases.check(op, biases), options)
-    request = Request(op, rows, counts, recipe, probs=probs, inside=prob_in == "swiglu", out_dtype=torch.bfloat16)
-    return _over(transport, group, request, experts)
+    op, weights = "expert_parallel_ffn", (w1, w3, w2)
+    request = Request(op, rows, counts, RECIPES["bf16"], probs=probs, out_dtype=torch.bfloat16)
+
+    def make() -> tuple[Request, FFN]:
+        of = Recipe.parse(recipe)
+        if prob_in not in ("combine", "swiglu"):
+            fail(ValueError, op, "prob_in", repr(prob_in), "allowed: 'combine' or 'swiglu'")
+        save_bytes = all(not isinstance(w, Tensor) or outlives_forward(w) for w in weights)
+        options = FFNOptions(of, activation, save_bytes=save_bytes)
+        experts = FFN("grouped_swiglu_ffn", weights, Biases.check(op, biases), options)
+        return request._replace(recipe=of, inside=prob_in == "swiglu"), experts
+
+    return _over(transport, group, request, make)
 
 
 def _over(
-    transport: PeerMemory | None, group: "str | dist.ProcessGroup | None", request: Request, experts: FFN | MM
-) -> Tensor:
-    """The result of a request over the ranks of a group."""
+    transport: PeerMemory | None, group: "str | dist.ProcessGroup | None", request: Request,
+    make: Callable[[], tuple[Request, FFN | MM]],
+) -> Tensor:  # fmt: skip
+    """The result of a request over the ranks of a group. make: the request with its options, and the experts; what it
+    raises on one rank is raised on all."""
     name = name_of(request.op, "group", group)
-    ranks = Ranks(name, degree_of(name), 0, "")
-    request = request._replace(ranks=ranks)
-    request = request._replace(check=partial(experts.local_experts, request))
+    ranks, usable = Ranks(name, degree_of(name), 0, ""), None
+    try:
+        _check_transport(request.op, transport, name)
+        usable = transport
+        request, experts = make()
+        found = experts.local_experts(request._replace(ranks=ranks))
+    except (TypeError, ValueError) as error:
+        if ranks.degree > 1 and usable is not None:
+            usable.raise_error(error, ranks)
+        if ranks.degree > 1:
+            agree_on_counts(request._replace(ranks=ranks, error=error))
+        raise
+    trained = torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in found.parameters)
+    # Without a gradient of the rows, trained experts decide whether a rank takes part in the backward.
+    request = request._replace(ranks=ranks, also={"gradients": "experts alone" if trained else "none"})
     exchange = choose_exchange(transport if ranks.degree > 1 else None)
     rows, prob, handle = exchange.dispatch(request)
     return exchange.combine(handle.layout.run(experts, rows, prob), handle, request)
+
+
+def _check_transport(op: str, transport: PeerMemory | None, group_name: str) -> None:
+    """Raise unless the transport is of the group."""
+    if not isinstance(transport, PeerMemory | None):
+        fail(TypeError, op, "transport", repr(transport), "allowed: a PeerMemory of the group, or None")
+    if transport is not None and transport.group.group_name != group_name:
+        got, allowed = f"one of group {transport.group.group_name!r}", f"allowed: one of {group_name!r}, the call's"
+        fail(ValueError, op, "transport", got, allowed)

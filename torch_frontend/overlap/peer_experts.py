@@ -191,4 +191,4 @@ def run(
 ) -> tuple[Tensor, Tensor]:
     """(T, width), or rows (M, width), and rows of all ranks per expert: dispatch, experts and combine, unchecked."""
     order = request.rows.order if isinstance(request.rows, TokenReplicas) else None
-    return _peer_experts(x, probs, call, order, request.counts, *parameters)
+    return _peer_experts(x, probs, call, order, request.counts.to(torch.int32), *parameters)

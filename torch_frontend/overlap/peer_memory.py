@@ -60,7 +60,8 @@ class PeerMemory:
     On Hopper feed-forwards and products of recipe "mxfp8" overlap with their exchange, at the sizes in
     docs/guides/overlap.md. Other calls send rows before and after their GEMMs. A row has at most 48 KiB.
 
-    Calls share the memory in their order, which must be one on all ranks. Layers that run on two streams at a time take
+    Calls share the memory in their order, which must be one on all ranks. Ranks compare their arguments in the first
+    call with them, and in the first one after an error. Layers that run on two streams at a time take
     one each. Layers with prob_in="combine" raise: their backward reads rows that this memory does not keep.
 
     Args:

@@ -66,6 +66,16 @@ def test_a_bad_argument_is_named_while_tracing(call, error, message, jit: bool) 
         jax.jit(call)() if jit else call()
 
 
+def test_a_call_before_does_not_change_what_is_refused() -> None:
+    """3, 3.0 and True were one key of the checks that are kept."""
+    ids = jnp.zeros(4, jnp.int32)
+    ops.sort_by_expert(ids, 3)
+    ops.sort_by_expert(ids, 1)
+    for wrong in (3.0, True):
+        with pytest.raises(TypeError, match=f"sort_by_expert: num_experts: got {wrong}; allowed: an int"):
+            ops.sort_by_expert(ids, wrong)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", [name for name, op in ops.OPS.items() if "group_ends" in op.inputs])
 def test_an_eager_call_checks_group_ends(name: str) -> None:
     """Before it runs: the products of jax.numpy would clip them. Inside jit they have no values yet."""

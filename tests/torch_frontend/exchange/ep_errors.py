@@ -33,7 +33,7 @@ from mxep.torch_frontend.integrations.torchao import (
     a2a_dispatch_mxfp8_fwd_hp_bwd,
     to_mxfp8_a2a_dequant,
 )
-from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_ffn, expert_parallel_mm
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -168,6 +168,9 @@ def experts_that_nobody_agreed_on() -> None:
         mine = (rows, options) if RANK == 0 else (X, {})
         raises(words, others_words, lambda mine=mine: dispatch(mine[0], COUNTS, group=GROUP, **mine[1]))
     by_hand()
+    for words, option in (("recipe: got 'mxfp9'", "recipe"), ("deduplicate: got 'mxfp9'", "deduplicate")):
+        mine = {option: "mxfp9"} if RANK == 0 else {}
+        raises(words, told, lambda mine=mine: dispatch(X, COUNTS, group=GROUP, **mine))
     order, inverse, counts = sort_by_expert(torch.zeros(6, 2, dtype=torch.int32, device=DEVICE), E)
     tokens = TokenReplicas(X, order, inverse, 2)
     for ours, theirs in (("dispatch", None), ("both", "dispatch")):
@@ -207,8 +210,10 @@ def bad_arguments_of_an_all_to_all() -> None:
                lambda both=both: both(received=[2, 3]))  # fmt: skip
         pair = "output_splits: got 4 from rank 1 on rank 0; allowed: 3, its input_splits there"
         raises(pair, pair, lambda both=both: both(received=[3, 4]))
-        raises("rows of 128 bytes on rank 1; allowed: 256", "rows of 256 bytes on rank 0; allowed: 128",
-               lambda both=both: both(X.float()))  # fmt: skip
+        for other in (X.float(), X.float()[:, :32]):  # the second has rows of as many bytes
+            here, there = f"{other.shape[1]} values of torch.float32", "64 values of torch.bfloat16"
+            raises(f"input: got {there} on rank 1; allowed: {here}, as here",
+                   f"input: got {here} on rank 0; allowed: {there}", lambda both=both, x=other: both(x))  # fmt: skip
         assert both().shape == X.shape
 
 
@@ -323,6 +328,24 @@ def bad_arguments_of_overlapped_experts() -> None:
     counts = torch.tensor([1, 1, 1, 2], device=DEVICE) if RANK == 0 else COUNTS
     words = "dispatch: counts: got [1, 1, 1, 2], in total 5", "dispatch: counts: got bad arguments on rank 0"
     raises(*words, lambda: expert_parallel_mm(X, w, counts, group=GROUP))
+    trained = w.clone().requires_grad_(RANK == 0)
+    words = "gradients: got none on rank 1; allowed: experts alone, as here"
+    raises(
+        words,
+        "gradients: got experts alone on rank 0; allowed: none",
+        lambda: expert_parallel_mm(X, trained, COUNTS, group=GROUP),
+    )
+    for words, change in (
+        ("recipe: got 'mxfp9'", {"recipe": "mxfp9"}),
+        ("transport: got 'peers'; allowed: a PeerMemory of the group, or None", {"transport": "peers"}),
+    ):
+        mine = {"group": GROUP} | (change if RANK == 0 else {})
+        error = TypeError if "transport" in change else ValueError
+        raises(words, told, lambda mine=mine: expert_parallel_mm(X, w, COUNTS, **mine), error)
+    mine = {"prob_in": "input"} if RANK == 0 else {}
+    weights = (torch.ones(E // RANKS, *shape, device=DEVICE) for shape in ((32, D), (32, D), (D, 32)))
+    w1, w3, w2 = weights
+    raises("prob_in: got 'input'", told, lambda: expert_parallel_ffn(X, COUNTS, w1, w3, w2, group=GROUP, **mine))
     assert expert_parallel_mm(X, w, COUNTS, group=GROUP).shape == (6, 32)
 
 

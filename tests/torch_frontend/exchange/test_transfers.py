@@ -75,7 +75,14 @@ def test_the_page_has_rows() -> None:
     assert len(rows_of_the_page()) == 10
 
 
-@pytest.mark.parametrize("transfers", ["dispatch", ("there",), ["dispatch"]])
+def test_recipes_that_say_the_same_are_equal() -> None:
+    """As all ranks of a layer must be."""
+    given = (("combine", "dispatch"), ("dispatch", "combine", "dispatch"))
+    one, other = (Recipe.parse("mxfp8", mxfp8_all_to_all=transfers) for transfers in given)
+    assert one == other
+
+
+@pytest.mark.parametrize("transfers", ["dispatch", ("there",), ["dispatch"], ({},)])
 def test_other_names_are_refused(transfers: object) -> None:
     with pytest.raises(ValueError, match=r"Recipe: mxfp8_all_to_all: got .*; allowed: None or a tuple of 'dispatch'"):
         Recipe.parse("mxfp8", mxfp8_all_to_all=transfers)

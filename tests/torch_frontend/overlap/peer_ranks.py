@@ -19,6 +19,7 @@ import torch.distributed as dist
 from mxep.core_kernels.peer.programs.writer import Memory
 from mxep.torch_frontend import PeerMemory
 from mxep.torch_frontend.overlap import mapped_memory, peer_memory, prepared
+from mxep.torch_frontend.overlap.expert_parallel import expert_parallel_mm
 from mxep.torch_frontend.overlap.mapped_memory import MappedMemory
 from mxep.torch_frontend.overlap.rank_rows import RankRows
 from mxep.torch_frontend.overlap.rows import Rows
@@ -197,9 +198,30 @@ RECIPES = [run for run in ep_overlap.RUNS if run not in ("mxfp8", "mxfp8 folded"
 """With biases, which no program that overlaps takes."""
 
 
+def counts_of_one_byte() -> None:
+    """More rows than the memory of the call before: without a sign, counts of no row were taken for many."""
+    group, over = world().get_group(), opened(None)
+    w = torch.stack([torch.full((32, 32), i / 8) for i in range(2)])
+    for rows in (10, 250):
+        counts = torch.full((2 * group.size(),), rows, dtype=torch.uint8)
+        x = torch.randn(rows * len(counts), 32, generator=torch.Generator().manual_seed(rows))
+        found = expert_parallel_mm(x, w, counts, group=group, transport=over)
+        assert torch.equal(found, expert_parallel_mm(x, w, counts.int(), group=group)), rows
+
+
+def memory_of_other_ranks() -> None:
+    """Rows went to the ranks of the memory's group."""
+    others = dist.new_group(list(range(dist.get_world_size())))
+    w, counts = torch.ones(1, 32, 32), torch.ones(dist.get_world_size(), dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"expert_parallel_mm: transport: got one of group '.*'; allowed: one of '"):
+        expert_parallel_mm(torch.ones(len(counts), 32), w, counts, group=others, transport=memory())
+
+
 def checks(ranks: int) -> dict[str, Callable[[], object]]:
     return {
         "choose": choose,
+        "counts of one byte": counts_of_one_byte,
+        "memory of other ranks": memory_of_other_ranks,
         "routings": lambda: ffn("mxfp8", 0, 1, 2, 3, 4, 7, bias=False),
         "folded": lambda: ffn("mxfp8 folded", 5),
         **{f"recipe {run}": lambda run=run: ffn(run, 4, 5) for run in RECIPES},
