@@ -8,8 +8,6 @@ The peer's name is in `case.peer_is`. This process never uses a GPU.
 """
 
 import json
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +17,8 @@ from typing import Any
 
 import torch
 from mxep.core_kernels.launch import fail
+
+from examples.training.ranks import run
 
 from . import ep, ep_jax
 from .cases.ep.ep_work import BF16_WIRE
@@ -62,26 +62,6 @@ def lines(only: Sequence[str], routing: str = "balanced") -> Iterator[Line]:
         yield from compared([json.loads(text) for text in out.read_text().splitlines()])
 
 
-def run(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output of a command, which ends with its ranks when this process is interrupted or terminated.
-
-    The ranks of torchrun are in sessions of their own: torchrun alone ends them, after one signal that it survives.
-    """
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    pipe, merged = subprocess.PIPE, subprocess.STDOUT
-    try:
-        with subprocess.Popen(command, stdout=pipe, stderr=merged, text=True, start_new_session=True) as process:
-            try:
-                output, _ = process.communicate()
-            except KeyboardInterrupt:
-                process.terminate()
-                process.communicate()
-                raise
-            return process.returncode, output
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def compared(rows: Sequence[Row]) -> Iterator[Line]:
     """The lines of JAX against the fastest exchange of PyTorch of the same layer and recipe.
 
@@ -98,14 +78,14 @@ def compared(rows: Sequence[Row]) -> Iterator[Line]:
         if not peers:
             fail(RuntimeError, "ep_alternating", "torch", f"no line of {of_layer}")
         theirs = min(peers, key=_us)
-        us, peer_us = _us(ours), _us(theirs)
+        us, peer_us, of_turns = _us(ours), _us(theirs), [row["us"] for row in ours]
         row = {name: value for name, value in ours[0].items() if name in Line.__annotations__}
         yield Line(
             **row
             | {
                 "case": {**ours[0]["case"], "peer_is": theirs[0]["case"]["how"]},
                 "us": us,
-                "spread": round((max(r["us"] for r in ours) - min(r["us"] for r in ours)) / us, 3),
+                "spread": max(round((max(of_turns) - min(of_turns)) / us, 3), *(row["spread"] for row in ours)),
                 "n": sum(r["n"] for r in ours),
                 "peer": PEER,
                 "peer_us": peer_us,

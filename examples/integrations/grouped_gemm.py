@@ -59,6 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, size in {"rows": rows, "k": k, "n": n, "groups": groups, "repeats": 10}.items():
         flags.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"default: {size}")
     args = flags.parse_args(argv)
+    for name, unit in {"rows": 1, "k": 32, "n": 32, "groups": 1, "repeats": 1}.items():
+        value = getattr(args, name)
+        if value < 1 or value % unit:
+            flags.error(f"--{name}: got {value}; allowed: " + ("at least 1" if unit == 1 else f"multiples of {unit}"))
 
     torch.manual_seed(0)
     cuts = torch.randint(args.rows + 1, (args.groups - 1,)).sort().values.tolist()  # groups of any size, also empty

@@ -14,6 +14,7 @@ for --lora.
 
 import argparse
 import importlib.util
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Trainer, TrainingArguments
 
+PROG = "hf_trainer.py"
 TINY: dict[str, Any] = {
     "hidden_size": 64,
     "moe_intermediate_size": 96,
@@ -65,7 +67,15 @@ def load(model: str | Path | None, recipe: str) -> Any:
     register_experts(recipe)
     if model is None:
         return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**TINY), experts_implementation=recipe)
-    return AutoModelForCausalLM.from_pretrained(model, experts_implementation=recipe)
+    loaded = AutoModelForCausalLM.from_pretrained(model, experts_implementation=recipe)
+    # transformers ignores the setting for other models. Its decorator gives the attribute to experts that it reaches.
+    if not any(hasattr(module, "is_concatenated") for module in loaded.modules()):
+        sys.exit(
+            f"{PROG}: error: --model: got model_type {loaded.config.model_type!r}, without experts that take a recipe; "
+            "allowed: models of `register_experts`; `convert_moe` converts others with experts, such as Llama 4 "
+            "(docs/guides/transformers.md)"
+        )
+    return loaded
 
 
 def with_adapters(model: nn.Module, rank: int) -> Any:
@@ -92,7 +102,7 @@ def loss_of(model: Any, row: Tensor, bf16: bool) -> float:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    flags = argparse.ArgumentParser(prog="hf_trainer.py", description="transformers' Trainer, experts in MXFP8.")
+    flags = argparse.ArgumentParser(prog=PROG, description="transformers' Trainer, experts in MXFP8.")
     flags.add_argument("--out", type=Path, required=True, help="folder of the trained model, or of its adapters")
     flags.add_argument("--model", help="a checkpoint of transformers (default: a small Qwen3-MoE of random weights)")
     flags.add_argument("--data", type=Path, metavar="FILE", help="text (default: one file of the standard library)")
@@ -105,6 +115,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--steps", type=int, default=20, metavar="N")
     flags.add_argument("--lr", type=float, default=1e-2)
     args = flags.parse_args(argv)
+    for name, low in {"rank": 1, "length": 2, "batch": 1, "steps": 1}.items():
+        if getattr(args, name) < low:
+            flags.error(f"--{name}: got {getattr(args, name)}; allowed: at least {low}")
+    if args.data and not args.data.is_file():
+        flags.error(f"--data: got {args.data}; allowed: a text file")
     if args.lora and importlib.util.find_spec("peft") is None:
         flags.error("--lora: peft is not installed; allowed: after `pip install peft`")
     return args
@@ -113,7 +128,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     torch.manual_seed(0)
-    model, rows = load(args.model, args.recipe), Windows(tokens_of(args), args.length)
+    model, tokens = load(args.model, args.recipe), tokens_of(args)
+    rows = Windows(tokens, args.length)
+    if not rows.rows.numel():
+        sys.exit(f"{PROG}: error: --data: got {len(tokens)} tokens; allowed: at least --length {args.length}")
     if args.lora:
         if args.model is None:  # adapters need the weights that they adapt
             args.model = args.out / "base"

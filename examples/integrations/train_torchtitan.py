@@ -6,6 +6,8 @@
 
 The script writes a tokenizer of bytes and a text into `--assets`, and passes every other argument on. By default it is
 the debug model of DeepSeek-V3, on CPU ranks, for which torchtitan is not written: `use_cpu` is what that takes.
+
+Needs `pip install 'mxep[torchtitan]'`, with the packages of torchtitan's trainer, such as torchdata.
 """
 
 import argparse
@@ -120,7 +122,8 @@ def arguments(given: Sequence[str], assets: Path, *overrides: str) -> list[str]:
         "--debug.seed": ("0",),
         "--override.imports": overrides,
     }
-    given = list(given)
+    # --name=value is --name value. A value may have a = of its own.
+    given = [part for w in given for part in (w.split("=", 1) if w.split("=")[0] in defaults else [w])]
     if "--override.imports" in given:
         place = given.index("--override.imports") + 1
         given[place:place] = overrides

@@ -126,9 +126,8 @@ def batch_of(text: np.ndarray, step: int, sizes: argparse.Namespace) -> np.ndarr
 def train(args: argparse.Namespace) -> None:
     shape = (jax.device_count() // args.expert, args.expert)
     mesh = jax.make_mesh(shape, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Auto))
-    schedule = optax.warmup_cosine_decay_schedule(
-        args.lr / 10, args.lr, max(1, args.steps // 10), args.steps, args.lr / 10
-    )
+    warmup, steps = max(1, args.steps // 10), max(2, args.steps)  # optax needs a step after the warm-up
+    schedule = optax.warmup_cosine_decay_schedule(args.lr / 10, args.lr, warmup, steps, args.lr / 10)
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -186,6 +185,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, value, divisor in checked:
         if divisor < 1 or value % divisor:
             flags.error(f"--{name}: {divisor} does not divide {value}; {devices} devices, --expert {args.expert}")
+    for name in (*SIZES, "steps"):
+        if getattr(args, name) < 1:
+            flags.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: at least 1")
+    for name, bad, allowed in (
+        ("dim", args.dim % 32, "multiples of 32"),
+        ("hidden_dim", args.hidden_dim % 32, "multiples of 32"),
+        ("heads", args.dim % args.heads, f"divisors of --dim {args.dim}"),
+        ("top_k", args.top_k > args.experts, f"1 to {args.experts} experts"),
+    ):
+        if bad:
+            flags.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: {allowed}")
+    if args.data and (not args.data.is_file() or args.data.stat().st_size <= args.length):
+        flags.error(f"--data: got {args.data}; allowed: a file of more than --length {args.length} bytes")
     return args
 
 

@@ -126,6 +126,11 @@ def plot(runs: Runs, limit: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def check_limit(flags: argparse.ArgumentParser, limit: float) -> None:
+    if not 0 < limit < 1:
+        flags.error(f"--limit: got {limit}; allowed: a share between 0 and 1")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="examples.training.plot_curves", description="Compare and draw the runs of a folder."
@@ -136,8 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     folder, limit = args.runs, args.limit
-    if not 0 < limit < 1:
-        parser.error(f"--limit: got {limit}; allowed: a share between 0 and 1")
+    check_limit(parser, limit)
     try:
         runs = read_runs(folder)
         agree = compare(runs, limit)

@@ -119,11 +119,8 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def latest(folder: Path) -> int:
-    """The step of the last checkpoint."""
-    steps = [int(path.name) for path in folder.glob("*") if path.name.isdecimal()]
-    if not steps:
-        sys.exit(f"error: --resume: {folder} has no checkpoint; allowed: the --out of an earlier run")
-    return max(steps)
+    """The step of the last checkpoint; 0 without one."""
+    return max((int(path.name) for path in folder.glob("*") if path.name.isdecimal()), default=0)
 
 
 def load(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -143,12 +140,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_moe(model, mesh, [Block], mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    start = latest(args.out) if args.resume else 0
     if args.resume:
-        load(args.out, start, model, optimizer)
+        load(args.out, args.start, model, optimizer)
     text = read_text(args.data)
 
-    for step in range(start, args.steps):
+    for step in range(args.start, args.steps):
         began = time.perf_counter()
         # A warm-up over a tenth of the steps, then a cosine to a tenth of the rate.
         done, warmup = step + 1, max(1, args.steps // 10)
@@ -169,7 +165,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if rank == 0:
             speed = args.batch * args.length / seconds
             print(f"step {done}: loss {value:.4f}, gradient {norm.item():.3f}, {speed:,.0f} tokens/s", flush=True)
-        if done % args.checkpoint_every == 0 or done == args.steps:
+        if args.checkpoint_every and (done % args.checkpoint_every == 0 or done == args.steps):
             save(args.out, done, model, optimizer)
 
 
@@ -181,7 +177,7 @@ def parse_args(argv: Sequence[str] | None, device: str, ranks: int) -> argparse.
     flags.add_argument("--recipe", choices=tuple(RECIPES), default="mxfp8")
     flags.add_argument("--steps", type=int, default=100, metavar="N")
     flags.add_argument("--lr", type=float, default=1e-3)
-    flags.add_argument("--checkpoint-every", type=int, default=50, metavar="N")
+    flags.add_argument("--checkpoint-every", type=int, default=50, metavar="N", help="0: none")
     flags.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
     for name, (of_cpu, of_gpu) in SIZES.items():
         size = of_cpu if device == "cpu" else of_gpu
@@ -194,6 +190,26 @@ def parse_args(argv: Sequence[str] | None, device: str, ranks: int) -> argparse.
     ):
         if divisor < 1 or value % divisor:
             flags.error(f"--{name}: {divisor} does not divide {value}; {ranks} ranks, --ep {args.ep}")
+    for name, low in {**dict.fromkeys(SIZES, 1), "steps": 1, "checkpoint_every": 0}.items():
+        if getattr(args, name) < low:
+            flags.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: at least {low}")
+    for name, bad, allowed in (
+        ("dim", args.dim % 32, "multiples of 32"),
+        ("hidden_dim", args.hidden_dim % 32, "multiples of 32"),
+        ("heads", args.dim % args.heads, f"divisors of --dim {args.dim}"),
+        ("top_k", args.top_k > args.experts, f"1 to {args.experts} experts"),
+    ):
+        if bad:
+            flags.error(f"--{name.replace('_', '-')}: got {getattr(args, name)}; allowed: {allowed}")
+    if args.data and (not args.data.is_file() or args.data.stat().st_size <= args.length):
+        flags.error(f"--data: got {args.data}; allowed: a file of more than --length {args.length} bytes")
+    args.start = latest(args.out)
+    if args.resume and not args.start:
+        flags.error(f"--resume: {args.out} has no checkpoint; allowed: the --out of an earlier run")
+    if args.start and not args.resume:
+        flags.error(f"--out: {args.out} already holds a run; pass --resume to continue it, or another folder")
+    if args.start >= args.steps:
+        flags.error(f"--steps: got {args.steps}; allowed: more than {args.start}, the step of the last checkpoint")
     return args
 
 

@@ -9,7 +9,6 @@ All runs start from the same weights and train on the same batches. Flags that a
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,24 +17,32 @@ from pathlib import Path
 from mxep.core_kernels.policy.recipe import RECIPES
 
 from . import plot_curves
+from .checkpoint import load_weights
 from .config import LOG_NAME
-from .flags import DEFAULT_RECIPE
+from .data import Text
+from .flags import DEFAULT_RECIPE, parse_args, parser
 from .lock import remove_run
 from .plot_curves import FRAMEWORKS, REFERENCE
+from .ranks import run
 from .runlog import read_log
+from .weights import weight_shapes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    own = argparse.ArgumentParser(
         prog="examples.training.train_all", description="Train in both frameworks and several recipes."
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="one folder per run, and curves.png")
-    parser.add_argument("--resume", action="store_true", help="continue existing runs instead of starting over")
-    parser.add_argument("--ep", type=int, default=2, metavar="N", help="ranks of every run")
-    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=(REFERENCE, DEFAULT_RECIPE))
-    parser.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="both are compared")
-    parser.add_argument("--limit", type=float, default=plot_curves.LIMIT, metavar="SHARE", help="of `plot_curves`")
-    args, flags = parser.parse_known_args(argv)
+    own.add_argument("--out", type=Path, required=True, metavar="DIR", help="one folder per run, and curves.png")
+    own.add_argument("--resume", action="store_true", help="continue existing runs instead of starting over")
+    own.add_argument("--ep", type=int, default=2, metavar="N", help="ranks of every run")
+    own.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=(REFERENCE, DEFAULT_RECIPE))
+    own.add_argument("--frameworks", nargs="+", choices=FRAMEWORKS, default=FRAMEWORKS, help="both are compared")
+    own.add_argument("--limit", type=float, default=plot_curves.LIMIT, metavar="SHARE", help="of `plot_curves`")
+    args, flags = own.parse_known_args(argv)
+    plot_curves.check_limit(own, args.limit)
+    flags += ["--resume"] if args.resume else []
+    # Before a run is deleted or trained. DIR/new is no run: the folder of an existing run would be refused.
+    check_flags(args.frameworks, ["--ep", str(args.ep), "--out", str(args.out / "new"), *flags])
     failed = []
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ep), "-m")
     for framework in args.frameworks:
@@ -50,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             command = [sys.executable, "-m", *launcher, f"examples.training.train_{framework}", "--ep", str(args.ep)]
             start = time.perf_counter()
             # One thread per rank is torchrun's default; torchrun warns if the variable is not set.
-            done = subprocess.run(
-                [*command, "--recipe", recipe, "--out", str(out), *(["--resume"] if args.resume else []), *flags],
+            status, _ = run(
+                [*command, "--recipe", recipe, "--out", str(out), *flags],
                 env=os.environ | {"OMP_NUM_THREADS": "1"} if framework == "torch" else None,
+                capture=False,
             )
-            if done.returncode:
+            if status:
                 failed.append(out.name)
                 continue
             print(f"{out.name}: {time.perf_counter() - start:.0f} s{speed(out)}", flush=True)
@@ -64,6 +72,23 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot_curves.main([str(args.out), "--limit", str(args.limit)])
     else:
         print(f"no curves: the comparison needs {' and '.join(FRAMEWORKS)}, and {REFERENCE}")
+
+
+def check_flags(frameworks: Sequence[str], flags: Sequence[str]) -> None:
+    """Exit on flags, a text or weights that a run of these frameworks refuses."""
+    for framework in frameworks:
+        if framework == "torch":
+            args, config = parse_args(parser("examples.training.train_torch"), flags)
+        else:
+            from .train_jax import read_flags  # imports JAX, which runs of PyTorch do not need
+
+            args, config = read_flags(flags)
+        try:
+            Text.load(args.data, config)
+            if args.init_from:
+                load_weights(args.init_from, weight_shapes(config))
+        except ValueError as error:
+            sys.exit(f"train_all: error: {error}")
 
 
 def speed(out: Path) -> str:

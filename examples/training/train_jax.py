@@ -260,8 +260,8 @@ def check_kind_of_checkpoints(flags: argparse.ArgumentParser, args: argparse.Nam
         flags.error(f"--sharded-checkpoints: {got} with --resume, and the run has {others[-1]}; allowed: as it began")
 
 
-def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Join the processes, before JAX finds its devices. Exits on flags that do not fit each other."""
+def check_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Exit on flags of processes that do not fit each other."""
     if not 0 <= args.process_id < args.num_processes:
         flags.error(f"--process-id: got {args.process_id}; allowed: 0 to {args.num_processes - 1}")
     devices = args.dp * args.ep
@@ -272,10 +272,14 @@ def start_processes(flags: argparse.ArgumentParser, args: argparse.Namespace) ->
         flags.error(f"--coordinator: got {got}; allowed: HOST:PORT with several processes, nothing with one")
     if args.local_devices and args.num_processes == 1:
         flags.error(f"--local-devices: got {args.local_devices} with one process; allowed: with --num-processes")
+
+
+def start_processes(args: argparse.Namespace) -> None:
+    """Join the processes, before JAX finds its devices."""
     # JAX reads these settings when it makes its backends, so they take effect after the import.
     if args.device:
         jax.config.update("jax_platforms", "cpu" if args.device == "cpu" else "cuda,cpu")
-    jax.config.update("jax_num_cpu_devices", devices // args.num_processes)
+    jax.config.update("jax_num_cpu_devices", args.dp * args.ep // args.num_processes)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if args.num_processes > 1:
         jax.distributed.initialize(args.coordinator, args.num_processes, args.process_id, args.local_devices)
@@ -318,14 +322,21 @@ def sharded_checkpoints(args: argparse.Namespace, config: Config) -> dict[str, A
     return {"load": orbax.load, "save": orbax.save}
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
+    """The command line of this program. Exits with the reason on a bad flag."""
     flags = parser(PROG)
     add_option_flags(flags)
     add_process_flags(flags)
     args, config = parse_args(flags, argv)
     check_groups(flags, args, config)
     check_kind_of_checkpoints(flags, args)
-    start_processes(flags, args)
+    check_processes(flags, args)
+    return args, config
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args, config = read_flags(argv)
+    start_processes(args)
     args.device = find_device(args.dp * args.ep, args.device)
     if args.device == "gpu" and config.dense_dtype == "float32":
         jax.config.update("jax_default_matmul_precision", "highest")  # a GPU's default is TF32; PyTorch's is fp32

@@ -1,10 +1,6 @@
 """JAX and PyTorch in whole processes: the commands of a turn, medians over turns, the fastest exchange as peer, and
 the table."""
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +11,6 @@ from benchmarks import ep_alternating
 from benchmarks.figures import results, speed
 from benchmarks.figures.tables import table_ep
 
-ROOT = Path(__file__).parents[2]
-RANK = """
-import os, sys, time
-with open(sys.argv[1] + ".new", "w") as file:
-    file.write(str(os.getpid()))
-os.rename(file.name, sys.argv[1])
-time.sleep(600)
-"""
 SIZES = {"tokens": 16384, "dim": 7168, "hidden_dim": 2048, "num_experts": 32, "top_k": 8}
 CASE = {**SIZES, "ranks": 2, "routing": "balanced", "recipe": "mxfp8"}
 
@@ -52,6 +40,7 @@ def test_lines_of_jax_have_the_fastest_exchange_of_torch_beside_them() -> None:
     assert found.keys() == {"jit", "jit, peer memory"}
     line = found["jit, peer memory"]
     assert (line.us, line.peer_us, line.ratio, line.n) == (38.5, 39.25, round(39.25 / 38.5, 3), 20)
+    assert line.spread == 0.1  # of a turn; the medians of the turns differ by less
     assert (line.peer, line.case["peer_is"], line.peak_nbytes, line.peer_peak_nbytes) == (
         "torch_best", "peer memory", 2**30, 2**31,
     )  # fmt: skip
@@ -72,25 +61,6 @@ def test_a_process_that_fails_is_an_error_with_its_last_lines(monkeypatch: pytes
     with pytest.raises(RuntimeError, match=r"(?s)torch: got exit status 1 of turn 2\n.*out of memory"):
         list(ep_alternating.lines(["mxfp8"]))
     assert ran == ["torch", "jax", "jax", "torch"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_ends_the_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    """torchrun's ranks are in sessions of their own: they outlived a torchrun that was killed, on their GPUs."""
-    file, script = tmp_path / "pid", tmp_path / "rank.py"
-    script.write_text(RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), str(file)]
-    program = f"from benchmarks import ep_alternating\nep_alternating.run({launcher!r})"
-    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True) as caller:
-        until = time.monotonic() + 60
-        while not file.exists():
-            assert caller.poll() is None
-            assert time.monotonic() < until
-            time.sleep(0.1)
-        caller.send_signal(number)
-        _, errors = caller.communicate(timeout=60)
-    assert "KeyboardInterrupt" in errors
-    assert not Path("/proc", file.read_text()).exists()
 
 
 def test_the_commands_of_a_turn() -> None:

@@ -20,6 +20,14 @@ def test_the_table_names_every_program() -> None:
     assert programs == set(map(Path, named))
 
 
+def test_the_command_of_torchtitan_has_the_experts() -> None:
+    """Without the override it trains torchtitan's own."""
+    (row,) = [r for r in (FOLDER / "README.md").read_text().splitlines() if r.startswith("| [train_torchtitan")]
+    command = row.split(" | ")[1]
+    assert "--parallelism.expert_parallel_degree 2" in command
+    assert "--override.imports mxep.torch_frontend.integrations.torchtitan.routed_experts`" in command
+
+
 def test_a_command_names_its_program() -> None:
     rows = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("| [")]
     for row in rows:

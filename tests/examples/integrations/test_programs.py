@@ -6,10 +6,12 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, PretrainedConfig
 
 from examples.integrations import grouped_gemm, hf_trainer, rollout
 from examples.training import config, flags, torch_fsdp_ep, train_jax
@@ -48,6 +50,49 @@ def test_the_trainer_saves_and_loads(adapters: tuple[str, ...], tmp_path: Path) 
     stored = tmp_path / "base" if adapters else tmp_path
     untold = AutoModelForCausalLM.from_pretrained(stored)
     assert untold.config._experts_implementation == "grouped_mm"  # as the program's docstring warns
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "vocab_size": 32,
+}
+
+
+@pytest.mark.parametrize("config_", [LlamaConfig(**SMALL), Llama4TextConfig(**SMALL, num_local_experts=2)])
+def test_a_model_whose_experts_stay_as_they_are(config_: PretrainedConfig, tmp_path: Path) -> None:
+    """They trained without MXFP8, and without a message."""
+    AutoModelForCausalLM.from_config(config_).save_pretrained(tmp_path)
+    message = f"--model: got model_type '{config_.model_type}', without experts that take a recipe; .*`convert_moe`"
+    with pytest.raises(SystemExit, match=message):
+        hf_trainer.load(tmp_path, "mxfp8")
+
+
+def test_a_short_text(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("a" * 127)
+    with pytest.raises(SystemExit, match="--data: got 127 tokens; allowed: at least --length 128"):
+        hf_trainer.main(["--out", str(tmp_path / "out"), "--data", str(text)])
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "message"),
+    [
+        (hf_trainer.main, ["--length", "0"], "--length: got 0; allowed: at least 2"),
+        (hf_trainer.main, ["--data", "missing"], "--data: got missing; allowed: a text file"),
+        (grouped_gemm.main, ["--repeats", "0"], "--repeats: got 0; allowed: at least 1"),
+        (grouped_gemm.main, ["--groups", "0"], "--groups: got 0; allowed: at least 1"),
+        (grouped_gemm.main, ["--k", "48"], "--k: got 48; allowed: multiples of 32"),
+    ],
+)
+def test_bad_flags(
+    main: Callable[[list[str]], None], flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([*flags, *(["--out", "unused"] if main is hf_trainer.main else [])])
+    assert message in capsys.readouterr().err
 
 
 def test_rollout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,10 @@ def test_the_command_line() -> None:
     assert words[-6:] == ["--override.imports", "c.d", *given[1:]]
     assert words.count("--training.seq_len") == words.count("--override.imports") == 1
     assert words[words.index("--hf_assets_path") + 1] == "x"
+    joined = ['--override.imports=a.b={"c": 1}', "d", "--training.seq_len=64"]
+    words = arguments(joined, Path("x"), "c.d")
+    assert words[-6:] == ["--override.imports", "c.d", 'a.b={"c": 1}', "d", "--training.seq_len", "64"]
+    assert words.count("--training.seq_len") == words.count("--override.imports") == 1
     assert arguments(["--x"], Path("x"), "c.d")[-3:] == ["--override.imports", "c.d", "--x"]
 
 

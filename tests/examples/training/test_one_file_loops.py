@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,12 +56,59 @@ def test_fsdp_learns_and_resumes_with_other_ranks(tmp_path: Path, fsdp: Callable
 
 
 def test_bad_flags_of_fsdp(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        torch_fsdp_ep.parse_args(["--out", str(tmp_path), "--ep", "2"], "cpu", 1)
-    assert "--ep: 2 does not divide 1; 1 ranks, --ep 2" in capsys.readouterr().err
-    message = "has no checkpoint; allowed: the --out of an earlier run"
-    with pytest.raises(SystemExit, match=message):
-        torch_fsdp_ep.latest(tmp_path)
+    (tmp_path / "used" / "4").mkdir(parents=True)
+    used, new = str(tmp_path / "used"), str(tmp_path / "new")
+    for message, *flags in (
+        ("--ep: 2 does not divide 1; 1 ranks, --ep 2", new, "--ep", "2"),
+        (f"--resume: {new} has no checkpoint; allowed: the --out of an earlier run", new, "--resume"),
+        (f"--out: {used} already holds a run; pass --resume to continue it, or another folder", used),
+        ("--steps: got 4; allowed: more than 4, the step of the last ch", used, "--resume", "--steps", "4"),
+        ("--checkpoint-every: got -1; allowed: at least 0", new, "--checkpoint-every", "-1"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            torch_fsdp_ep.parse_args(["--out", *flags], "cpu", 1)
+        assert message in capsys.readouterr().err
+    assert torch_fsdp_ep.parse_args(["--out", used, "--resume"], "cpu", 1).start == 4
+
+
+@pytest.mark.parametrize("loop", [torch_fsdp_ep, jax_mesh])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--data", "short.txt"], "--data: got short.txt; allowed: a file of more than --length 64 bytes"),
+        (["--data", "missing"], "--data: got missing; allowed: a file"),
+        (["--steps", "0"], "--steps: got 0; allowed: at least 1"),
+        (["--heads", "0"], "--heads: got 0; allowed: at least 1"),
+        (["--heads", "3"], "--heads: got 3; allowed: divisors of --dim 64"),
+        (["--dim", "48"], "--dim: got 48; allowed: multiples of 32"),
+        (["--hidden-dim", "48"], "--hidden-dim: got 48; allowed: multiples of 32"),
+        (["--top-k", "9"], "--top-k: got 9; allowed: 1 to 8 experts"),
+    ],
+)
+def test_bad_flags_of_both(
+    loop: Any,
+    flags: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("a" * 64)
+    with pytest.raises(SystemExit, match="2"):
+        loop.parse_args(["--out", "new", *flags], "cpu", 1) if loop is torch_fsdp_ep else loop.parse_args(flags)
+    assert message in capsys.readouterr().err
+
+
+def test_one_step_without_checkpoints(
+    tmp_path: Path, fsdp: Callable[..., dict[int, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("a" * 33)  # one window
+    assert list(fsdp(1, 1, "--steps", "1", "--checkpoint-every", "0", "--data", str(text))) == [1]
+    assert list(tmp_path.iterdir()) == [text]
+    jax_mesh.train(jax_mesh.parse_args([*SMALL, "--steps", "1", "--data", str(text)]))
+    assert list(losses_of(capsys.readouterr().out)) == [1]
 
 
 def test_the_mesh_learns_the_same_on_any_mesh(capsys: pytest.CaptureFixture[str]) -> None:

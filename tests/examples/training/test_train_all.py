@@ -1,6 +1,5 @@
 """Which runs `examples.training.train_all` starts, with which flags, and its report of a run that fails."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,20 +15,21 @@ def commands(monkeypatch):
     """The commands of the runs, which write a log and succeed, and "plot" for the plot."""
     found = []
 
-    def run(command, env):
+    def run(command, env, capture):
+        assert not capture  # what a run prints is seen while it trains
         found.append(command)
         flag = {command[i]: command[i + 1] for i in range(1, len(command) - 1) if command[i].startswith("--")}
         if flag["--recipe"] == "fp8_rowwise":
-            return subprocess.CompletedProcess(command, 1)
+            return 1, ""
         header = describe(PRESETS["tiny"], device="NVIDIA H200", ep=int(flag["--ep"]))
         log = RunLog(Path(flag["--out"]), PRESETS["tiny"], 0, header, write=True)
         for step in range(3):
             log.step()
             log.train(step, {"loss": 5.5}, peak_nbytes=2**30)
         log.close()
-        return subprocess.CompletedProcess(command, 0)
+        return 0, ""
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(train_all, "run", run)
     monkeypatch.setattr(plot_curves, "main", lambda argv: found.append("plot"))
     return found
 
@@ -59,6 +59,29 @@ def test_other_runs_go_on_when_one_fails(commands, tmp_path):
     with pytest.raises(SystemExit, match="train_all: error: failed: torch-fp8_rowwise"):
         train_all.main(flags)
     assert len(commands) == 2
+
+
+@pytest.mark.parametrize(
+    ("framework", "flags", "message"),
+    [
+        ("torch", ["--checkpoint-evry", "2"], "unrecognized arguments: --checkpoint-evry 2"),
+        ("jax", ["--checkpoint-evry", "2"], "unrecognized arguments: --checkpoint-evry 2"),
+        ("jax", ["--accumulate", "0"], "--accumulate: got 0; allowed: divisors of"),
+        ("jax", ["--process-id", "1"], "--process-id: got 1; allowed: 0 to 0"),
+        ("torch", ["--data", "missing"], "--data: got 'missing', which does not exist"),
+        ("torch", ["--init-from", "missing"], "--init-from: got 'missing'; allowed: a checkpoint folder"),
+        ("torch", ["--limit", "8"], "--limit: got 8.0; allowed: a share between 0 and 1"),
+    ],
+)
+def test_a_bad_flag_costs_nothing(commands, tmp_path, capsys, framework, flags, message):
+    """Runs that exist are kept, and nothing trains."""
+    given = ["--out", str(tmp_path), "--frameworks", framework, "--recipes", "bf16", "--preset", "tiny"]
+    train_all.main(given)
+    with pytest.raises(SystemExit) as exit:
+        train_all.main([*given, *flags])
+    assert message in capsys.readouterr().err + str(exit.value)
+    assert len(commands) == 1
+    assert (tmp_path / f"{framework}-bf16" / "log.jsonl").exists()
 
 
 def test_one_framework_is_not_compared(commands, tmp_path, capsys):
