@@ -10,7 +10,7 @@ import pytest
 
 from examples.training.ranks import run
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 RANK = """
 import os, sys, time
 with open(sys.argv[1] + ".new", "w") as file:

@@ -1,4 +1,4 @@
-"""Training steps of a model on ranks of a CPU, sharded by FSDP2; by name, run by test_model_benchmarks_ranks.py."""
+"""Training steps of a model on ranks of a CPU, sharded by FSDP2; by name, run by test_step_ranks.py."""
 
 from collections.abc import Callable
 from dataclasses import asdict

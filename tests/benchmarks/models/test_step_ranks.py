@@ -2,13 +2,13 @@
 
 import pytest
 
-from ..ranks.fixture import Ranks, StartRanks
-from . import model_ranks
+from ...ranks.fixture import Ranks, StartRanks
+from . import step_ranks
 
 
 @pytest.fixture(scope="module")
 def two(start_ranks: StartRanks) -> Ranks:
-    return start_ranks(model_ranks, 2)
+    return start_ranks(step_ranks, 2)
 
 
 @pytest.mark.slow
@@ -20,7 +20,7 @@ def test_lines_are_of_all_ranks(two: Ranks) -> None:
     }  # fmt: skip
     for row in rows:
         assert (row["case"]["gpus"], row["case"]["layers"], row["n"]) == (2, 2, 1)
-        assert row["flops"] % (2 * 6 * model_ranks.BATCHES.tokens) == 0
+        assert row["flops"] % (2 * 6 * step_ranks.BATCHES.tokens) == 0
         assert row["error"].get("loss", 0) < 1e-3
 
 
