@@ -30,6 +30,7 @@ except ImportError as error:
     ) from error
 
 Filter = Callable[[nnx.Module, str], bool | None]
+DEFAULTS = {"dot_general": jax.lax.dot_general, "precision": None, "preferred_element_type": None}
 KERNEL_INIT, BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 """nnx.Linear's."""
 
@@ -173,6 +174,8 @@ def convert_linear(
             reasons[name] = "" if asked else "filter_fn returns False"
         elif type(module) not in (nnx.Linear, MXLinear):
             reasons[name] = f"a {type(module).__name__}"
+        elif own := _list_own(module):
+            reasons[name] = f"{own} of its own"
         else:
             reasons[name] = why_unconverted(name, sizes, groups)
     chosen = {name: module for name, module in linears.items() if not reasons[name]}
@@ -195,11 +198,19 @@ def convert_linear(
     return LinearReport(recipe, tuple(chosen), tuple((name, why) for name, why in reasons.items() if why))
 
 
+def _list_own(module: nnx.Linear) -> str:
+    """The settings of a module's product that `MXLinear` does not have."""
+    return ", ".join(name for name, default in DEFAULTS.items() if getattr(module, name, default) is not default)
+
+
 def _check(op: str, module: nnx.Linear, name: str, names: list[str]) -> None:
     """Raise unless the module can become an MXLinear. names: of its kernel."""
     if type(module) not in (nnx.Linear, MXLinear):
         allowed = "allowed: nnx.Linear itself; a subclass has a call of its own"
         fail(TypeError, op, name, f"a {type(module).__name__}", allowed)
+    if own := _list_own(module):
+        allowed = "allowed: nnx.Linear's defaults; leave the module out with filter_fn"
+        fail(ValueError, op, name, f"{own} of its own", allowed)
     for size, value in (("N", module.out_features), ("K", module.in_features)):
         if value % BLOCK or not value:
             allowed = f"allowed: positive multiples of {BLOCK}; leave the module out with filter_fn"
@@ -208,5 +219,6 @@ def _check(op: str, module: nnx.Linear, name: str, names: list[str]) -> None:
     if others:
         allowed = "allowed: a kernel of its own; leave the module out with filter_fn"
         fail(ValueError, op, f"{name}.kernel", f"a kernel tied to {', '.join(others)}", allowed)
-    if jnp.dtype(module.kernel.dtype).name not in ("bfloat16", "float32"):
-        fail(TypeError, op, f"{name}.kernel", f"dtype {module.kernel.dtype}", "allowed: bfloat16 or float32")
+    for what, dtype in ((f"{name}.kernel", module.kernel.dtype), (name, module.dtype)):
+        if dtype is not None and jnp.dtype(dtype).name not in ("bfloat16", "float32"):
+            fail(TypeError, op, what, f"dtype {dtype}", "allowed: bfloat16 or float32")

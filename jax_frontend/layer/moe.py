@@ -17,7 +17,7 @@ from ..ops.mesh import AnyMesh, Axes, axes_of, axis_names, mesh_of, over_mesh, r
 from ..ops.shapes import Float, Float32, Int
 from ..routing.router import check_chosen
 from .moe_layer import TOGETHER, Choice, MoEStats, run_layer
-from .moe_params import MoEConfig, Params, check_divided, check_params, check_shapes, specs
+from .moe_params import MoEConfig, Params, check_divided, check_params, check_shapes, specs, specs_of
 from .moe_params import init as init
 
 
@@ -222,7 +222,7 @@ def sharded_apply(
         check_shapes(op, params, config, ranks_of(mesh, expert_axes), ranks_of(mesh, (tensor_axis,)))
         return run_layer(params, x, config, choice, exchanged or None, token_axes or None, tensor_axis)
 
-    in_specs = (of_params, tokens, Choice(tokens, tokens, PartitionSpec()))
+    in_specs = (specs_of(params, of_params), tokens, Choice(tokens, tokens, PartitionSpec()))
     run = over_mesh(local, mesh, in_specs, (tokens, PartitionSpec()))
     return run(params, x, Choice(experts, weights, selection_bias))
 

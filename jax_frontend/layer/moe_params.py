@@ -24,7 +24,7 @@ from ...core_kernels.swiglu.activation import PLAIN, SwiGLU
 from ..exchange.peer_memory import PeerMemory
 from ..ops.checks import check_floats, check_size, check_type, dtype_name
 from ..ops.mesh import Axes, axis_names, axis_size
-from ..products.weights import check_weights, recipe_of, resolve_compute
+from ..products.weights import QuantizedWeights, check_weights, recipe_of, resolve_compute
 from ..routing.overflow import check_capacity_factor, shown
 
 Params = dict[str, Any]
@@ -236,6 +236,16 @@ def _spec(*axes: Axes | None) -> PartitionSpec:
     while axes and axes[-1] is None:
         axes = axes[:-1]
     return PartitionSpec(*axes)
+
+
+def specs_of(params: Any, spec: Any) -> Any:
+    """The specs with one per field of quantized weights, whose `transposed` has the last two dims the other way."""
+    if isinstance(spec, Mapping):
+        return {name: specs_of(params[name], of) for name, of in spec.items()}
+    if not isinstance(params, QuantizedWeights):
+        return spec
+    groups, rows, columns = (*spec, None, None, None)[:3]
+    return dataclasses.replace(params, values=spec, as_stored=spec, transposed=_spec(groups, columns, rows))
 
 
 _LAYOUT = "allowed: 'router' and 'experts' with 'w1', 'w2', 'w3' and the biases, as `moe.init` makes them"

@@ -28,12 +28,12 @@ def _sigmoid(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _gated(x: jax.Array, weight: jax.Array, out: jax.Array) -> jax.Array:
-    return rounded(_sigmoid(x, weight) * out, x.dtype)
+    return rounded(_sigmoid(x, weight) * out.astype(jnp.float32), x.dtype)
 
 
 def _gated_bwd(residuals, dy):
     x, weight, out = residuals
-    gate = _sigmoid(x, weight)
+    gate, dy = _sigmoid(x, weight), dy.astype(jnp.float32)
     dgate = (dy * out.astype(jnp.float32)).sum(1, keepdims=True)
     dlogit = rounded(dgate * gate * (1 - gate), x.dtype)
     dx, dweight = _product(dlogit, _like(weight, x), x.dtype), _product(dlogit.T, x, x.dtype)

@@ -195,11 +195,14 @@ def grouped_mm(
     check_type(op, "pad_token_groups", pad_token_groups, bool)
     check_operands(op, x, {"w": w}, recipe, "(M, K) and (G, N, K)")
     recipe = without_tokens(recipe, w)
+    if x.shape[1] != w.shape[2]:
+        fail(ValueError, op, "x, w", f"shapes {x.shape}, {w.shape}", "allowed: (M, K) and (G, N, K) with the same K")
     group_ends = ends_of(op, group_ends, group_sizes, x, w.shape[0])
     if bias is not None:
         bias = check_bias(op, "bias", bias, *w.shape[:2])
     if recipe.operands != "bf16":
         require_multiple(op, "w", w.shape[1], BLOCK, "dim 1, N,", "the input gradient quantizes along it")
+        require_multiple(op, "w", w.shape[2], BLOCK, "dim 2, K,", "the product quantizes along it")
     x, w, bias = reverse_only(op, (x, w, bias))
     check_blocks(op, "x", x.shape[0], group_ends, recipe.wgrad_mx and not pad_token_groups)
     return unchecked_grouped_mm(x, w, group_ends, recipe, out_dtype, bias=bias, mx_grad=mx_grad, pad=pad_token_groups)

@@ -46,7 +46,12 @@ def ends_of(op: str, group_ends: Any, group_sizes: Any, x: jax.Array | MXArray, 
     if own is None and by_hand:
         _warn_if_sizes(op, given, rows)
     if own is None or own is given:
-        return given
+        # In another dtype ends would wrap where they are clipped, and never decrease where it has no sign.
+        ends = given.astype(jnp.int32)
+        if given.dtype != jnp.int32:
+            held = (ends.astype(given.dtype) == given).all()
+            check_values(held, op, "group_ends", given, "allowed: ends that an int32 holds")
+        return ends
     check_shape(op, "group_ends", given, own.shape, "the ends of x", "int")
     check_values(
         (given == own).all(), op, "group_ends", given, "allowed: the ends of x; pass the RowMap or Route of its rows"

@@ -71,7 +71,7 @@ def resolve_compute(op: str, recipe: Recipe | str) -> Recipe:
 class QuantizedWeights:
     """Weights and their quantized bytes, which the products multiply instead; made by `quantize_weights`.
 
-    The first dim of every array is G: one PartitionSpec serves all.
+    The first dim of every array is G: one PartitionSpec of this dim serves all. `moe.sharded_apply` splits others too.
 
     Attributes:
         values: (G, N, K), bf16 or fp32, differentiable; forward and input gradient do not read it, and its cotangent is

@@ -411,9 +411,12 @@ def _to_copy(
     if layout not in (None, torch.strided):
         fail(NotImplementedError, str(func), "layout", layout, "allowed: torch.strided; call .dequantize() first")
 
-    # The bytes are independent of orig_dtype, so autograd may cast a gradient.
+    # The bytes are independent of orig_dtype, so autograd may cast a gradient; else a copy is asked for.
+    cast = dtype not in (None, mx.orig_dtype)
+
     def moved(part: Tensor) -> Tensor:
-        return part if device in (None, part.device) else func(part, device=device, **how)
+        here = device in (None, part.device)
+        return part if here and cast else part.clone() if here else func(part, device=device, **how)
 
     return _of_parts(moved, mx, dtype or mx.orig_dtype)
 

@@ -152,6 +152,24 @@ BAD: dict[str, Any] = {
         lambda: nnx.Sequential(_linear(dtype=jnp.float16)),
         bool,
     ),
+    "computed in half": (
+        TypeError,
+        r"layers\.0: got dtype .*float16.*; allowed: bfloat16 or float32",
+        lambda: nnx.Sequential(nnx.Linear(64, 64, dtype=jnp.float16, rngs=nnx.Rngs(0))),
+        bool,
+    ),
+    "a product of its own": (
+        ValueError,
+        r"layers\.0: got precision of its own; allowed: nnx.Linear's defaults",
+        lambda: nnx.Sequential(nnx.Linear(64, 64, precision="highest", rngs=nnx.Rngs(0))),
+        bool,
+    ),
+    "products of their own": (
+        ValueError,
+        r"model: got layers\.0: dot_general of its own",
+        lambda: nnx.Sequential(nnx.Linear(2048, 2048, dot_general=lambda *a, **k: a[0], rngs=nnx.Rngs(0))),
+        None,
+    ),
 }
 
 

@@ -163,6 +163,17 @@ def test_quantized_weights_lie_as_the_weights() -> None:
     np.testing.assert_array_equal(layer(held, X)[0], layer(params, X)[0])
 
 
+def test_quantized_weights_of_tensor_parallel_experts_have_gradients() -> None:
+    """Bytes along dim 1 have the dims of the weights in another order."""
+    mesh = jax.make_mesh((2, 2), ("expert", "tensor"), (AxisType.Auto,) * 2, devices=jax.devices("cpu")[:4])
+    config = dataclasses.replace(CONFIG, recipe="mxfp8")
+    params = moe.init(jax.random.key(0), config)
+    held = params | {"experts": {n: quantize_weights(w, recipe="mxfp8") for n, w in params["experts"].items()}}
+    layer = partial(moe.sharded_apply, config=config, tokens=P("expert"), tensor_axis="tensor", mesh=mesh)
+    gradients = jax.jit(jax.grad(lambda params, x: (layer(params, x)[0] ** 2).sum(), 1))
+    np.testing.assert_array_equal(gradients(held, X), gradients(params, X))
+
+
 MESSAGE = r"^moe.apply: this program is for 4 devices that each gather all tokens .*; moe.sharded_apply"
 
 

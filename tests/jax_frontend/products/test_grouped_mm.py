@@ -133,6 +133,17 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32"])
+def test_ends_of_another_integer_dtype(dtype: str, jit: bool) -> None:
+    """More rows than a byte counts, all of whose ends a byte holds."""
+    x, ends = normal(300, K), np.array([100, 160, 250])
+    for recipe in ("mxfp8", "bf16"):
+        product = partial(grouped_mm, recipe=recipe)
+        found = (jax.jit(product) if jit else product)(x, W, jnp.asarray(ends, dtype))
+        np.testing.assert_array_equal(found, product(x, W, jnp.asarray(ends)))
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -145,6 +156,13 @@ def test_padding_groups_is_what_the_caller_would_do(recipe: str, mx: bool) -> No
         ),
         (lambda: grouped_mm(X, W[0], ENDS), ValueError, r"\(G, N, K\)"),
         (lambda: grouped_mm(X, W[:, :33], ENDS), ValueError, "w: got dim 1, N, = 33"),
+        (lambda: grouped_mm(X[:, :32], W, ENDS), ValueError, "x, w: got shapes .*; allowed: .* with the same K"),
+        (lambda: grouped_mm(X[:, :33], W[:, :, :33], ENDS), ValueError, "w: got dim 2, K, = 33"),
+        (
+            lambda: grouped_mm(X, W, jnp.array([64, 32, 192], jnp.uint32)),
+            ValueError,
+            "group_ends: got .*; allowed: .* that do not decrease",
+        ),
         (
             lambda: grouped_mm(X[:33], W, ENDS, recipe="mxfp8", pad_token_groups=False),
             ValueError,

@@ -51,6 +51,14 @@ def test_two_gradients_add_up_as_values(x: Tensor) -> None:
     assert type(a + b) is Tensor
 
 
+def test_a_copy_has_bytes_of_its_own(x: Tensor) -> None:
+    mx = MXTensor.quantize(x)
+    before = mx.dequantize()
+    for copy in (mx.to("cpu", copy=True), mx.to(mx.dtype, copy=True)):
+        copy.copy_(MXTensor.quantize(x + 1))
+        assert torch.equal(mx.dequantize(), before)
+
+
 def test_a_cast_keeps_the_bytes(x: Tensor) -> None:
     mx = MXTensor.quantize(x)
     assert mx.float().q is mx.q
