@@ -103,30 +103,33 @@ __device__ __forceinline__ int first_of(const Tile& tile) {
   return kColumns ? tile.k_begin : tile.k_begin / 8 * 8;
 }
 
+// The loads of a tile, by one thread.
 template <typename K>
-__device__ void produce(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
-  Schedule<K::kKGrouped, kM, kN> schedule(p, s.lpt);
-  TileQueue tiles(s.tiles);
-  Ring<kStages> ring;
-  for (Tile tile; schedule.next(&tile);) {
-    tiles.put(tile);
-    int group = 0, b_row = tile.b_row;
-    if constexpr (K::kB == Side::kColumnsOfGroup) {
-      group = b_row / p.cols;
-      b_row -= group * p.cols;
-    }
-    for (const Operands& operands : maps.of) {
-      for (int k = first_of<K::kColumnsA>(tile); k < tile.k_end; k += kK, ring.advance()) {
-        uint64_t* full = &s.full[ring.stage];
-        Bf16Stage& stage = s.stages[ring.stage];
-        barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-        barrier_expect(full, sizeof(Bf16Stage));
-        fetch<K::kA>(stage.a, &operands.a, full, tile.a_row, k, tile.shares_a);
-        fetch<K::kB>(stage.b, &operands.b, full, b_row, k, tile.shares_b, group);
-      }
+__device__ __forceinline__ void load_tile(const Problem& p, const Maps<K>& maps, const Tile& tile, Bf16Shared& s,
+                                          Ring<kStages>& ring) {
+  int group = 0, b_row = tile.b_row;
+  if constexpr (K::kB == Side::kColumnsOfGroup) {
+    group = b_row / p.cols;
+    b_row -= group * p.cols;
+  }
+  for (const Operands& operands : maps.of) {
+    for (int k = first_of<K::kColumnsA>(tile); k < tile.k_end; k += kK, ring.advance()) {
+      uint64_t* full = &s.full[ring.stage];
+      Bf16Stage& stage = s.stages[ring.stage];
+      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+      barrier_expect(full, sizeof(Bf16Stage));
+      fetch<K::kA>(stage.a, &operands.a, full, tile.a_row, k, tile.shares_a);
+      fetch<K::kB>(stage.b, &operands.b, full, b_row, k, tile.shares_b, group);
     }
   }
-  tiles.put({});  // the end
+}
+
+// Called by one thread: the loads of the tiles in the queue.
+template <typename K>
+__device__ void load(const Problem& p, const Maps<K>& maps, Bf16Shared& s) {
+  Ring<kStages> ring;
+  TileQueue tiles(s.tiles);
+  for (Tile tile; tiles.take(&tile);) load_tile(p, maps, tile, s, ring);
   ring.drain(s.empty);
 }
 
@@ -198,14 +201,19 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t bytes[];
   Bf16Shared& s = *reinterpret_cast<Bf16Shared*>(bytes);
   if (threadIdx.x == 0) {
-    init_product(maps, s, kComputing / 32);
+    init_product(maps, s, kComputing / 32 + kLoaders);
     barrier_init_fence();
   }
   if constexpr (K::kKGrouped) Schedule<true, kM, kN>::assign<kThreads>(p, s.lpt);
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    if (threadIdx.x == 0) produce(p, maps, s);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0) {
+      if (threadIdx.x == 0) load(p, maps, s);
+    } else if (warp == 1) {
+      put_tiles(Schedule<K::kKGrouped, kM, kN>(p, s.lpt), s.tiles);
+    }
   } else {
     alloc_registers<240>();
     if constexpr (!K::kKGrouped) clear_rest(p, static_cast<Out*>(p.out));

@@ -17,7 +17,8 @@
 //   256 x 128   A rows 0 to 127 | 128 to 255  B        128 x 256 (flat)   B rows 0 to 127 | 128 to 255  A
 //               warpgroup 1       2           both                        warpgroup 1       2           both
 //
-//   warpgroup 0     TMA: A (256, 128), B (128, 128) --> ring of stages of 48 KiB
+//   warpgroup 0     group ends --> tiles (schedule.cuh)
+//                   TMA: A (256, 128), B (128, 128) --> ring of stages of 48 KiB
 //     K-grouped     scales of spans --> scale increases (rescale_accumulator.cuh)
 //                                                        |  full: the stage is loaded
 //                                                        |  empty: the consumers of both CTAs have read it
@@ -34,7 +35,7 @@
 // WGMMA is critical: ten extra instructions there cost 1 to 4%. All other work therefore runs during promotion while a
 // WGMMA is in flight, or in other warps.
 //
-// CTAs are persistent. One thread of each reads the group ends and queues the tiles (tile_queue.cuh). Rows of the next
+// CTAs are persistent. A warp of each reads the group ends and queues the tiles (tile_queue.cuh). Rows of the next
 // group or array that a tile covers are computed but not stored.
 #include <algorithm>
 
@@ -57,7 +58,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   constexpr bool kKGrouped = Variant::kKGrouped, kDualOutput = Variant::kOutputs == 2;
   constexpr int kComputingWarps = kComputing / 32;
   if (threadIdx.x == 0) {
-    init_product(maps, s, kComputingWarps + (kKGrouped ? kIncreaseParts : 0));
+    init_product(maps, s, kComputingWarps + (kKGrouped ? kIncreaseParts : kLoaders));
     s.increases.init(kComputingWarps);
     barrier_init_fence();
   }
@@ -65,9 +66,15 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_sync();
   if (threadIdx.x < kWarpgroup) {
     dealloc_registers<24>();
-    const int warp = kKGrouped ? __shfl_sync(~0u, threadIdx.x / 32, 0) : 0;
-    if (warp == 0) {
-      if (threadIdx.x == 0) produce<Variant>(p, maps, s);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if constexpr (!kKGrouped) {
+      if (warp == 0) {
+        if (threadIdx.x == 0) load<Variant>(p, maps, s);
+      } else if (warp == 1) {
+        put_tiles(FoldedSchedule<false, kDualOutput>(p, s.lpt), s.tiles);
+      }
+    } else if (warp == 0) {
+      if (threadIdx.x == 0) schedule_and_load<Variant>(p, maps, s);
     } else {
       IncreaseQueue increases(s.increases);
       TileQueue tiles(s.tiles);

@@ -1,7 +1,9 @@
 // The loads of a folded product: tiles of the schedule, stage by stage.
 //
-//   schedule --tile--> queue, for the warps that compute and look for scale increases
-//                '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
+//   schedule --tile--> queue, for the warps that load, compute and look for scale increases
+//                        '---> A, B --TMA, one half of the common rows for both CTAs--> ring of stages
+//
+// M-grouped, one warp schedules and another one loads: with the state of both, a thread's 24 registers do not suffice.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -58,35 +60,51 @@ __device__ __forceinline__ void load_stage(uint32_t rank, const Tile& tile, bool
   }
 }
 
-// Called by one thread of a CTA.
+// The loads of a tile, by one thread of a CTA.
 template <typename Variant>
-__device__ void produce(const Problem& p, const Maps<Variant>& maps, typename Variant::Shared& s) {
+__device__ __forceinline__ void load_tile(const Problem& p, const Maps<Variant>& maps, const Tile& tile,
+                                          typename Variant::Shared& s, Ring<Variant::Shared::kStages>& ring) {
   const uint32_t rank = cluster_rank();
-  FoldedSchedule<Variant::kKGrouped, Variant::kOutputs == 2> schedule(p, s.lpt);
+  const bool flat = !Variant::kKGrouped && tile.flat;
+  const CUtensorMap *a = maps.a(0, flat), *b = maps.b(0);
+  if constexpr (Variant::kOutputs == 2) {
+    a = maps.a(tile.output, flat), b = maps.b(tile.output);
+    // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
+    asm volatile("" : "+l"(a), "+l"(b));
+  }
+  const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
+  const int end = Variant::kProducts == 2 ? first_end + p.second_product.depth : tile.k_end;
+  for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
+    int k = at;
+    if constexpr (Variant::kProducts == 2) {
+      if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
+      if (at >= first_end) k -= first_end;
+    }
+    barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
+    load_stage(rank, tile, flat, a, b, k, s, ring.stage, &s.full[ring.stage]);
+  }
+}
+
+// K-grouped, called by one thread of a CTA: its tiles to the queue, and their loads.
+template <typename Variant>
+__device__ void schedule_and_load(const Problem& p, const Maps<Variant>& maps, typename Variant::Shared& s) {
+  FoldedSchedule<true, Variant::kOutputs == 2> schedule(p, s.lpt);
   Ring<Variant::Shared::kStages> ring;
   TileQueue tiles(s.tiles);
   for (Tile tile; schedule.next(&tile);) {
     tiles.put(tile);
-    const bool flat = !Variant::kKGrouped && tile.flat;
-    const CUtensorMap *a = maps.a(0, flat), *b = maps.b(0);
-    if constexpr (Variant::kOutputs == 2) {
-      a = maps.a(tile.output, flat), b = maps.b(tile.output);
-      // Where the compiler sees the choice, it keeps the consumers' descriptors in per-thread registers.
-      asm volatile("" : "+l"(a), "+l"(b));
-    }
-    const int first_end = (tile.k_end + kTileK - 1) / kTileK * kTileK;
-    const int end = Variant::kProducts == 2 ? first_end + p.second_product.depth : tile.k_end;
-    for (int at = tile.k_begin; at < end; at += kTileK, ring.advance()) {
-      int k = at;
-      if constexpr (Variant::kProducts == 2) {
-        if (at == first_end) a = maps.a(1, flat), b = maps.b(1);
-        if (at >= first_end) k -= first_end;
-      }
-      barrier_wait(&s.empty[ring.stage], ring.parity ^ 1);
-      load_stage(rank, tile, flat, a, b, k, s, ring.stage, &s.full[ring.stage]);
-    }
+    load_tile(p, maps, tile, s, ring);
   }
   tiles.put({});  // the end
+  ring.drain(s.empty);
+}
+
+// M-grouped, called by one thread of a CTA: the loads of the tiles in the queue.
+template <typename Variant>
+__device__ void load(const Problem& p, const Maps<Variant>& maps, typename Variant::Shared& s) {
+  Ring<Variant::Shared::kStages> ring;
+  TileQueue tiles(s.tiles);
+  for (Tile tile; tiles.take(&tile);) load_tile(p, maps, tile, s, ring);
   ring.drain(s.empty);
 }
 

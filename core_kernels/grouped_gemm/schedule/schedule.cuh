@@ -1,11 +1,13 @@
 // Tile scheduler: every cluster computes its tiles from the group ends. tile_choice.h cuts a
-// group into pairs of tiles. M-grouped pairs are assigned to clusters round robin, K-grouped pairs by the time that
-// they take (lpt_schedule.cuh).
+// group into pairs of tiles. M-grouped pairs are assigned to clusters round robin (group_pairs.cuh), K-grouped pairs by
+// the time that they take (lpt_schedule.cuh).
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "formats.h"
+#include "grouped_gemm/schedule/group_pairs.cuh"
 #include "grouped_gemm/schedule/lpt_schedule.cuh"
 #include "grouped_gemm/schedule/tile_choice.h"
 
@@ -67,35 +69,25 @@ class Schedule {
   }
 
   // M-grouped: `lpt` is unused.
-  __device__ Schedule(const Problem& p, const LptSchedule& lpt) : p_(p), lpt_(lpt) {
-    if constexpr (!kKGrouped) next_ = blockIdx.x / kCluster;
-    enter_group(kKGrouped ? 0 : p.first_group);
-  }
+  __device__ Schedule(const Problem& p, const LptSchedule& lpt)
+      : p_(p), pairs_(pairs_of(p, lpt)), tiles_(choose_tiles<kTile, kOutputs>(kKGrouped ? p.rows : 0, p.cols)) {}
 
+  // Called by whole warps; all lanes have the tile.
   __device__ bool next(Tile* tile) {
-    int pair;  // in the group
-    if constexpr (kKGrouped) {
-      if (next_ == lpt_.count) return false;
-      const int number = lpt_.number(next_++), i = number / tiles_.pairs;
-      const int group = lpt_.group(i);
-      if (group != group_) enter_group(group);
-      pair = number - i * tiles_.pairs;
-    } else {
-      while (group_ < p_.groups && next_ >= tiles_.pairs) {
-        next_ -= tiles_.pairs;
-        enter_group(group_ + 1);
-      }
-      if (group_ >= p_.groups) return false;
-      pair = next_;
-      next_ += p_.clusters;
-    }
+    GroupPair at;
+    if (!pairs_.next(&at)) return false;
+    const auto [group, begin, end, pair, ends_whole] = at;
+    if constexpr (!kKGrouped) tiles_ = choose_tiles<kTile, kOutputs>(end - begin, p_.cols);
     const int high = tiles_.high(), wide = tiles_.wide;
     const int place = blockIdx.x % kCluster;            // of the tile in the pair
     const int whole = tiles_.pairs_m * tiles_.pairs_n;  // pairs of tiles of kM x kN
     const bool flat = kFlat && pair >= whole;
+    const int rows = kKGrouped ? p_.rows : end - begin;
+    // A stacked pair may reach the rows of flat tiles.
+    const int end_row = kFlat && !flat && tiles_.pairs > whole ? rows / kM * kM : rows;
     int i, j, output = kOfBoth ? place : 0;  // the tile's first row and its column of tiles
     if (flat) {
-      i = (end_ - begin_) / kM * kM;
+      i = rows / kM * kM;
       j = (pair - whole) * kCluster + place;
     } else {
       const int height = tiles_.panel(kTile), width = tiles_.pairs_n;
@@ -107,24 +99,24 @@ class Schedule {
       j = in_panel / in_column * wide + place % wide;
     }
     j = (kOfBoth ? j / 2 : j) * (flat ? 2 * kN : kN);
-    const int64_t row = kKGrouped ? static_cast<int64_t>(group_) * p_.rows + i : begin_ + i;  // of out
-    const int weight_row = group_ * p_.cols + j;
-    const int slot = begin_ / kSpan + group_, last_slot = slot + (end_ - begin_ - 1) / kSpan;
+    const int64_t row = kKGrouped ? static_cast<int64_t>(group) * p_.rows + i : begin + i;  // of out
+    const int weight_row = group * p_.cols + j;
+    const int slot = begin / kSpan + group, last_slot = slot + (end - begin - 1) / kSpan;
     *tile = {
         .a_row = kKGrouped ? i : static_cast<int>(row),
         .b_row = kKGrouped ? j : weight_row,
-        .k_begin = kKGrouped ? begin_ : 0,
-        .k_end = kKGrouped ? end_ : p_.depth,
+        .k_begin = kKGrouped ? begin : 0,
+        .k_end = kKGrouped ? end : p_.depth,
         .out = row * p_.cols + j + output * p_.second_output.to_out,
         .row_scale = kKGrouped ? last_slot * p_.rows + i : static_cast<int>(row),
         .col_scale = kKGrouped ? last_slot * p_.cols + j : weight_row,
         .slot = slot,
-        .rows = (kKGrouped ? p_.rows : end_ - begin_) - i,
+        .rows = end_row - i,
         .cols = p_.cols - j,
         .shares_a = wide > 1 || flat,
         .shares_b = !flat && wide == 1,
         .exists = true,
-        .whole = whole_,
+        .whole = ends_whole,
         .flat = flat,
         .output = static_cast<uint8_t>(output),
     };
@@ -138,32 +130,19 @@ class Schedule {
                                       : kAlternate ? Outputs::kTwoAlternating
                                                    : Outputs::kOne;
 
-  __device__ void enter_group(int group) {
-    group_ = group;
-    if constexpr (kKGrouped) {
-      const Tokens tokens = tokens_of<kEnds>(p_.group_ends, group, p_.depth);
-      begin_ = tokens.begin;
-      end_ = tokens.end;
-      whole_ = tokens.whole;
-    } else {
-      begin_ = group == p_.first_group ? end_before(group) : end_;
-      if (group >= p_.groups) return;
-      // Ends that break the contract cause no write outside the output.
-      end_ = min(max(p_.group_ends[group], begin_), p_.rows) / kEnds * kEnds;
-    }
-    tiles_ = choose_tiles<kTile, kOutputs>(kKGrouped ? p_.rows : end_ - begin_, p_.cols);
-  }
+  using Pairs = std::conditional_t<kKGrouped, KGroupedPairs<kEnds>, MGroupedPairs<kTile, kOutputs, kEnds>>;
 
-  __device__ int end_before(int group) const {
-    return group ? min(max(p_.group_ends[group - 1], 0), p_.rows) / kEnds * kEnds : 0;
+  static __device__ Pairs pairs_of(const Problem& p, const LptSchedule& lpt) {
+    if constexpr (kKGrouped) {
+      return Pairs(lpt, p.group_ends, p.depth, k_grouped_pairs<kTile, kOutputs>(p.rows, p.cols));
+    } else {
+      return Pairs(p.group_ends, p.first_group, p.groups, p.rows, p.cols, blockIdx.x / kCluster, p.clusters);
+    }
   }
 
   const Problem& p_;
-  const LptSchedule& lpt_;
-  int next_ = 0;  // pair of the group; K-grouped: in this cluster's schedule
-  int group_ = 0, begin_ = 0, end_ = 0;
+  Pairs pairs_;
   TileChoice tiles_;  // of the group
-  bool whole_ = true;
 };
 
 }  // namespace mxep::cuda::sm90

@@ -1,5 +1,5 @@
-// Queue of tiles from the scheduling thread of a CTA to the computing warps. The scheduler's divisions take a while, so
-// that it runs a tile ahead.
+// Queue of tiles from the scheduling thread of a CTA to the warps that load and compute. The scheduler's divisions take
+// a while, so that it runs a tile ahead.
 #pragma once
 
 #include "cuda/sm90.cuh"
@@ -33,6 +33,14 @@ class TileQueue {
     barrier_arrive(&slots_.full[at_], cluster_rank());
     advance();
   }
+  // Called by one thread.
+  __device__ bool take(Tile* tile) {
+    barrier_wait(&slots_.full[at_], parity_);
+    *tile = slots_.tiles[at_];
+    barrier_arrive(&slots_.empty[at_], cluster_rank());
+    advance();
+    return tile->exists;
+  }
   // Called by whole warps.
   __device__ bool next(Tile* tile) {
     barrier_wait(&slots_.full[at_], parity_);
@@ -52,5 +60,15 @@ class TileQueue {
   int at_ = 0;
   uint32_t parity_ = 0;
 };
+
+// Called by a warp: all tiles of an M-grouped schedule, and the end.
+template <typename Schedule>
+__device__ void put_tiles(Schedule schedule, TileSlots& slots) {
+  const bool puts = threadIdx.x % 32 == 0;
+  TileQueue tiles(slots);
+  for (Tile tile; schedule.next(&tile); __syncwarp())
+    if (puts) tiles.put(tile);
+  if (puts) tiles.put({});
+}
 
 }  // namespace mxep::cuda::sm90

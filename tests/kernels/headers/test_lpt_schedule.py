@@ -1,111 +1,27 @@
 """The K-grouped tiles of grouped_gemm/schedule/schedule.cuh, compiled for the CPU: each value of every group's output
 belongs to one tile of one CTA. The last cluster ends about when it would if each took the next pair when it is free.
 
-The 384 threads of a CTA that compute grouped_gemm/schedule/lpt_schedule.cuh are contexts of one thread, which take
-turns where they wait for each other. Undefined behaviour ends the program.
-AddressSanitizer does not support contexts."""
+The 384 threads of a CTA compute grouped_gemm/schedule/lpt_schedule.cuh as in cta.h. Undefined behaviour ends the
+program."""
 
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 PROGRAM = r"""
-#include <ucontext.h>
-
-#include <algorithm>
-#include <cstdint>
+#include "cta.h"
 #include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
-#include <memory>
 #include <random>
 #include <vector>
-#define __device__
-using std::max, std::min;
-struct Index { unsigned x; } threadIdx, blockIdx;
-struct alignas(16) int4 { int x, y, z, w; };
-template <typename T> T __ldg(const T* from) { return *from; }
-
-constexpr int kCta = 384;
-struct Crowd {  // threads that wait for each other
-  int size, arrived = 0, meetings = 0;
-};
-struct Cta {
-  ucontext_t main, of[kCta];
-  std::unique_ptr<char[]> stacks{new char[size_t{kCta} << 16]};
-  bool ended[kCta];
-  Crowd all{kCta}, lanes[kCta / 4];
-  int value[2][kCta], any;
-} cta;
-
-void resume(unsigned next) {
-  const unsigned before = threadIdx.x;
-  threadIdx.x = next;
-  swapcontext(&cta.of[before], &cta.of[next]);
-}
-void meet(Crowd& crowd, unsigned first) {
-  const int meeting = crowd.meetings;
-  if (++crowd.arrived == crowd.size) crowd.arrived = 0, ++crowd.meetings;
-  while (crowd.meetings == meeting) {
-    unsigned next = threadIdx.x;
-    do next = first + (next + 1 - first) % crowd.size;
-    while (cta.ended[next]);
-    resume(next);
-  }
-}
-void __syncthreads() { meet(cta.all, 0); }
-int __syncthreads_or(int vote) {
-  __syncthreads();
-  cta.any = 0;
-  __syncthreads();
-  cta.any |= vote;
-  __syncthreads();
-  return cta.any;
-}
-int __shfl_xor_sync(unsigned, int value, int mask) {
-  const unsigned thread = threadIdx.x;
-  Crowd& lanes = cta.lanes[thread / 4];
-  int* values = cta.value[lanes.meetings % 2];
-  values[thread] = value;
-  meet(lanes, thread / 4 * 4);
-  return values[thread ^ mask];
-}
-
 #include "grouped_gemm/schedule/schedule.cuh"
 using namespace mxep::cuda::sm90;
 
-constexpr int kM = 256, kN = 128;
-const Problem* problem;
+constexpr int kCta = 384, kM = 256, kN = 128;
 LptSchedule lpt;
-
-template <typename Of>
-void thread() {
-  Of::template assign<kCta>(*problem, lpt);
-  cta.ended[threadIdx.x] = true;
-  for (unsigned next = 0; next < kCta; ++next)
-    if (!cta.ended[next]) {
-      threadIdx.x = next;
-      setcontext(&cta.of[next]);
-    }
-  setcontext(&cta.main);
-}
-
-template <typename Of>
-void assign() {
-  cta.all = {kCta};
-  for (Crowd& lanes : cta.lanes) lanes = {4};
-  for (int i = 0; i < kCta; ++i) {
-    cta.ended[i] = false;
-    getcontext(&cta.of[i]);
-    cta.of[i].uc_stack.ss_sp = &cta.stacks[size_t(i) << 16];
-    cta.of[i].uc_stack.ss_size = 1 << 16;
-    makecontext(&cta.of[i], thread<Of>, 0);
-  }
-  threadIdx.x = 0;
-  swapcontext(&cta.main, &cta.of[0]);
-}
 
 constexpr int kEnd = 256;  // the fixed cost of a tile, in tokens
 
@@ -114,10 +30,9 @@ template <bool kDualOutput>
 std::vector<int> cover(const Problem& p, std::vector<uint8_t>& times) {
   using Of = Schedule<true, kM, kN, 32, kDualOutput>;
   std::vector<int> time(p.clusters);
-  problem = &p;
   for (int cluster = 0; cluster < p.clusters; ++cluster) {
     blockIdx.x = cluster * kCluster;
-    assign<Of>();
+    cta.run(kCta, [&] { Of::template assign<kCta>(p, lpt); });
     for (int rank = 0; rank < kCluster; ++rank, ++blockIdx.x) {
       Of schedule(p, lpt);
       for (Tile tile; schedule.next(&tile);) {
@@ -181,7 +96,7 @@ def test_each_value_is_in_one_tile_and_the_last_cluster_ends_early(problems: int
     source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
     source.write_text(PROGRAM)
     checks = ["-fsanitize=undefined", "-fno-sanitize-recover"]
-    include = f"-I{ROOT / 'core_kernels'}"
-    subprocess.run(["c++", "-std=c++20", "-O1", *checks, include, str(source), "-o", str(program)], check=True)
+    include = [f"-I{HERE}", f"-I{ROOT / 'core_kernels'}"]
+    subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program), str(problems)], capture_output=True, text=True, timeout=200)
     assert (ran.stdout, ran.stderr) == ("wrong: 0\n", "")

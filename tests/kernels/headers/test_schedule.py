@@ -1,5 +1,6 @@
 """The M-grouped tiles of grouped_gemm/schedule/schedule.cuh, compiled for the CPU: each value of the output, up to the
-last group end, belongs to one tile of one CTA. Undefined behaviour, such as a division by zero, ends the program.
+largest group end, belongs to one tile of one CTA. Ends that decrease, or are negative or past the rows, are among the
+problems. Undefined behaviour, such as a division by zero, ends the program.
 
 The choice of tiles of grouped_gemm/schedule/tile_choice.h, as a table."""
 
@@ -8,22 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
-# Names that the header uses from CUDA, and from the schedule of K-grouped tiles, which is not compiled here.
-DEVICE = r"""
-#pragma once
-#include <algorithm>
-#include <cstdint>
-#define __device__
-using std::max, std::min;
-struct Index { unsigned x; } blockIdx;
-namespace mxep::cuda::sm90 {
-struct Tokens { int begin, end; bool whole; };
-template <int> Tokens tokens_of(const int32_t*, int, int);
-struct LptSchedule { int count, number(int) const, group(int) const; };
-}
-"""
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 PROGRAM = r"""
+#include "cta.h"
 #include "grouped_gemm/schedule/schedule.cuh"
 #include <cstdio>
 #include <cstdlib>
@@ -32,22 +20,28 @@ PROGRAM = r"""
 #include <vector>
 using namespace mxep::cuda::sm90;
 
-// Whether the tiles of all CTAs cover each value once; counts the flat ones. kDualOutput: one output follows the other.
+// Whether the tiles of all CTAs cover each value of the groups once; counts the flat ones. kDualOutput: one output
+// follows the other.
 template <int kM, int kN, bool kDualOutput, bool kFlat>
-bool covered(Problem p, int& flat) {
+bool covered(Problem p, int first_row, int last_row, int& flat) {
   std::vector<uint8_t> tiles(size_t(kDualOutput + 1) * p.rows * p.cols);
   p.second_output.to_out = int64_t{p.rows} * p.cols;
   for (blockIdx.x = 0; blockIdx.x < p.clusters * kCluster; ++blockIdx.x) {
-    Schedule<false, kM, kN, 1, kDualOutput, kFlat> schedule(p, LptSchedule{});
-    for (Tile tile; schedule.next(&tile);) {
-      flat += tile.flat;
-      const int height = tile.flat ? kM / 2 : kM, width = tile.flat ? 2 * kN : kN;
-      for (int i = 0; i < min(height, tile.rows); ++i)
-        for (int j = 0; j < min(width, tile.cols); ++j) ++tiles[tile.out + int64_t{i} * p.cols + j];
-    }
+    cta.run(32, [&] {
+      Schedule<false, kM, kN, 1, kDualOutput, kFlat> schedule(p, LptSchedule{});
+      for (Tile tile; schedule.next(&tile);) {
+        if (threadIdx.x != 31) continue;  // all lanes have the tile
+        flat += tile.flat;
+        const int height = tile.flat ? kM / 2 : kM, width = tile.flat ? 2 * kN : kN;
+        for (int i = 0; i < min(height, tile.rows); ++i)
+          for (int j = 0; j < min(width, tile.cols); ++j) ++tiles[tile.out + int64_t{i} * p.cols + j];
+      }
+    });
   }
-  for (size_t i = 0; i < tiles.size(); ++i)
-    if (tiles[i] != (int(i / p.cols) % p.rows < p.group_ends[p.groups - 1])) return false;
+  for (size_t i = 0; i < tiles.size(); ++i) {
+    const int row = int(i / p.cols) % p.rows;
+    if (tiles[i] != (first_row <= row && row < last_row)) return false;
+  }
   return true;
 }
 
@@ -56,17 +50,25 @@ int main(int, char** arguments) {
   const auto any = [&](std::initializer_list<int> of) { return of.begin()[random() % of.size()]; };
   int wrong = 0, flat = 0, of_bf16 = 0;
   for (int problem = 0; problem < std::atoi(arguments[1]); ++problem) {
-    std::vector<int32_t> ends(any({1, 2, 3, 9}));
+    std::vector<int32_t> ends(any({1, 2, 3, 9, 33, 70}));
+    const bool many = ends.size() > 9, breaks = any({0, 0, 1});
     int rows = 0;
     for (int32_t& end : ends)
-      end = rows += any({0, 0, 1, 32, 127, 128, 129, 200, 255, 256, 257, 384, 385, 512, 600});
+      end = rows += many ? any({0, 0, 0, 1, 2, 130})
+                         : any({0, 0, 1, 32, 127, 128, 129, 200, 255, 256, 257, 384, 385, 512, 600, 858});
     Problem p{};
-    p.group_ends = ends.data(), p.groups = int(ends.size());
     p.rows = max(rows + any({0, 40}), 1), p.cols = any({8, 128, 136, 256, 264, 384, 520, 768, 1408}), p.depth = 128;
-    p.clusters = any({1, 2, 5, 66});
-    wrong += !covered<256, 128, false, true>(p, flat);
-    wrong += !covered<256, 128, true, true>(p, flat);
-    wrong += !covered<128, 256, false, false>(p, of_bf16);
+    if (breaks) ends[random() % ends.size()] = any({-40, 0, rows / 2, p.rows + 70});
+    p.first_group = random() % ends.size() * any({0, 1});
+    p.groups = int(ends.size()), p.clusters = any({1, 2, 5, 66});
+    // A group ends at the largest end up to its own.
+    const int first_row = p.first_group ? std::clamp(ends[p.first_group - 1], 0, p.rows) : 0;
+    const int last_row = std::clamp(*std::max_element(ends.begin() + p.first_group, ends.end()), first_row, p.rows);
+    ends.resize(ends.size() + 32, p.rows);  // of no group
+    p.group_ends = ends.data();
+    wrong += !covered<256, 128, false, true>(p, first_row, last_row, flat);
+    wrong += !covered<256, 128, true, true>(p, first_row, last_row, flat);
+    wrong += !covered<128, 256, false, false>(p, first_row, last_row, of_bf16);
   }
   std::printf("wrong: %d, flat tiles: %s and %s\n", wrong, flat ? "some" : "none", of_bf16 ? "some" : "none");
 }
@@ -76,12 +78,9 @@ int main(int, char** arguments) {
 @pytest.mark.parametrize("problems", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_each_value_is_in_one_tile(problems: int, tmp_path: Path) -> None:
     source, program = tmp_path / "schedule.cc", tmp_path / "schedule"
-    stub = tmp_path / "grouped_gemm" / "schedule" / "lpt_schedule.cuh"
-    stub.parent.mkdir(parents=True)
-    stub.write_text(DEVICE)
     source.write_text(PROGRAM)
-    checks = ["-fsanitize=address,undefined", "-fno-sanitize-recover"]
-    include = [f"-I{tmp_path}", f"-I{ROOT / 'core_kernels'}"]
+    checks = ["-fsanitize=undefined", "-fno-sanitize-recover", "-D_GLIBCXX_ASSERTIONS"]
+    include = [f"-I{HERE}", f"-I{ROOT / 'core_kernels'}"]
     subprocess.run(["c++", "-std=c++20", "-O1", *checks, *include, str(source), "-o", str(program)], check=True)
     ran = subprocess.run([str(program), str(problems)], capture_output=True, text=True, timeout=100)
     assert (ran.stdout, ran.stderr) == ("wrong: 0, flat tiles: some and none\n", "")
