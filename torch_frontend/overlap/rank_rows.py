@@ -69,6 +69,7 @@ class RankRows(NamedTuple):
         if (capacity, room) == (self.capacity, self.room):
             return None
         found = self._replace(capacity=capacity, room=room)
+        self.memory.mapped.barrier()  # no rank reads or writes at these places any more
         self.memory.mapped.allocate(self.groups * self.memory.ranks, found.nbytes)
         return found
 

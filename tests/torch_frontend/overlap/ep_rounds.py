@@ -183,6 +183,17 @@ def growth(kind: Kind, memory: PeerMemory) -> None:
     assert after[1] > before[1]
 
 
+def growth_in_place(kind: Kind, memory: PeerMemory) -> None:
+    """A layer of longer rows has made the memory large enough, so that more rows only change their places in it."""
+    results(kind._replace(dim=8 * kind.dim), memory.group, memory, "balanced", 0, tokens=8)
+    same_as_without(kind, memory, "balanced", least=1, tokens=8)
+    for seed, tokens in enumerate((30, 45, 65, 90)):  # each time another rank may be late
+        before, buffer = memory.capacity(kind.local, ALIGNMENT), memory.mapped.buffer
+        same_as_without(kind, memory, "balanced", seed, least=1, tokens=tokens)
+        assert memory.capacity(kind.local, ALIGNMENT) > before
+        assert memory.mapped.buffer is buffer
+
+
 def default(kind: Kind, memory: PeerMemory) -> None:
     """Without arguments the capacity is 1.25 times the mean of the first call."""
     same_as_without(kind, memory, "one_rank", tokens=60)
@@ -240,6 +251,7 @@ def checks(
     found[f"rounds, {first.name}, cached weights"] = partial(_case, first, opened, "dirichlet", held=True)
     found[f"rounds, {first.name}, gathered bytes"] = partial(_case, first, opened, "dirichlet", gathered=True)
     found[f"rounds, {first.name}, growth"] = lambda: [growth(first, opened(rows)) for rows in (None, *[ROWS] * driven)]
+    found[f"rounds, {first.name}, growth in place"] = lambda: growth_in_place(first, opened(None))
     if driven:  # a split expert has other spans of 256 tokens
         found[f"rounds, {first.name}, spans"] = lambda: same_as_without(first, opened(100), "one_expert", tokens=150)
     found[f"rounds, {first.name}, in a graph"] = lambda: in_a_graph(first, opened(ROWS))
