@@ -31,8 +31,16 @@ def sort_kernel(
 
 
 @triton.jit
-def _fill_padding(out, value, start, stop, BLOCK_M: tl.constexpr):
-    for i in range(start, stop, BLOCK_M):
+def _is_inside(at, size):
+    """Counts that are negative, or exceed the buffers, break the contract; nothing is read or written outside."""
+    return (at >= 0) & (at < size)
+
+
+@triton.jit
+def _fill_padding(out, size, value, start, stop, BLOCK_M: tl.constexpr):
+    """From `start` to `stop`, of `size` values."""
+    stop = tl.minimum(stop, size)
+    for i in range(tl.maximum(start, 0), stop, BLOCK_M):
         at = i + tl.arange(0, BLOCK_M)
         tl.store(out + at, tl.full((BLOCK_M,), value, out.dtype.element_ty), mask=at < stop)
 
@@ -73,13 +81,13 @@ def row_map_kernel(
         slack_end = tl.where(last_expert & last_rank, NUM_ROWS, 0)
     for i in range(0, count, BLOCK_M):
         j = i + tl.arange(0, BLOCK_M)
-        # Counts that exceed the buffers break the contract; the masks keep the writes inside.
-        received, padded = (j < count) & (source + j < NUM_ROWS), (j < count) & (target + j < P)
+        received = (j < count) & _is_inside(source + j, NUM_ROWS)
+        padded = (j < count) & _is_inside(target + j, P)
         tl.store(row_map + target + j, tl.where(received, source + j, -1), mask=padded)
         tl.store(inverse + source + j, target + j, mask=received)
     padding_end = tl.where(last_rank, tl.where(last_expert, P, end), 0)
-    _fill_padding(row_map, -1, target + count, padding_end, BLOCK_M)
-    _fill_padding(inverse, -1, source + count, slack_end, BLOCK_M)
+    _fill_padding(row_map, P, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(inverse, NUM_ROWS, -1, source + count, slack_end, BLOCK_M)
 
 
 @triton.jit
@@ -104,16 +112,15 @@ def slot_map_kernel(
     target = end - size
     for i in range(0, count, BLOCK_M):
         j = i + tl.arange(0, BLOCK_M)
-        # Counts and slots that break the contract: the masks keep reads and writes inside.
-        slot = tl.load(order + source + j, mask=(j < count) & (source + j < S), other=-1)
-        padded, exists = (j < count) & (target + j < P), (slot >= 0) & (slot < S)
+        slot = tl.load(order + source + j, mask=(j < count) & _is_inside(source + j, S), other=-1)
+        padded, exists = (j < count) & _is_inside(target + j, P), _is_inside(slot, S)
         tl.store(slots + target + j, slot, mask=padded)
         tl.store(tokens + target + j, tl.where(slot < 0, -1, slot // top_k), mask=padded)
         tl.store(inverse + slot, target + j, mask=exists)
         if WEIGHTED:
             tl.store(row_weights + target + j, tl.load(weights + slot, mask=exists, other=0.0), mask=padded)
     padding_end = tl.where(expert == EXPERTS - 1, P, end)
-    _fill_padding(slots, -1, target + count, padding_end, BLOCK_M)
-    _fill_padding(tokens, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(slots, P, -1, target + count, padding_end, BLOCK_M)
+    _fill_padding(tokens, P, -1, target + count, padding_end, BLOCK_M)
     if WEIGHTED:
-        _fill_padding(row_weights, 0.0, target + count, padding_end, BLOCK_M)
+        _fill_padding(row_weights, P, 0.0, target + count, padding_end, BLOCK_M)

@@ -17,7 +17,8 @@ from .kernel_tile import dot_bf16, dot_mx, e4m3_pointer, load_scales, load_tile,
 def rows_of_tile(
     tile, group_ends, M, clear_rest: tl.constexpr, G: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """Group of a tile, first row of the tile, and end of the group. A tile has rows of one group only.
+    """Group of a tile, first row of the tile, and end of the group. A tile has rows of one group only. Ends outside the
+    rows break the contract, and count as the nearest row.
 
     The rows past the last end are group G, which has tiles if they are cleared.
 
@@ -25,8 +26,8 @@ def rows_of_tile(
     tiles of M   | 0      | 1   |     2    |                    | 3      | 4   |   5: nothing left
     """
     g = tl.arange(0, BLOCK_G)
-    starts = tl.minimum(tl.load(group_ends + g - 1, mask=(g > 0) & (g <= G), other=0), M)
-    ends = tl.minimum(tl.load(group_ends + g, mask=g < G, other=M), M)
+    starts = tl.minimum(tl.maximum(tl.load(group_ends + g - 1, mask=(g > 0) & (g <= G), other=0), 0), M)
+    ends = tl.minimum(tl.maximum(tl.load(group_ends + g, mask=g < G, other=M), 0), M)
     tiles_of = tl.where(g < G + clear_rest, tl.cdiv(tl.maximum(ends - starts, 0), BLOCK_M), 0)
     tiles_end = tl.cumsum(tiles_of, 0)
     group = tl.sum((tiles_end <= tile).to(tl.int32), 0)

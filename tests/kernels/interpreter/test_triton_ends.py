@@ -60,6 +60,24 @@ def test_products_of_bf16_take_any_ends_in_order(triton_op, name):
         np.testing.assert_array_equal(got, np.broadcast_to(want, got.shape))
 
 
+@pytest.mark.parametrize(("ends", "rows_of_ones"), [([-64, 64], 64), ([-64], 0), ([32, 700], 96)])
+def test_products_of_rows(triton_op, ends, rows_of_ones):
+    """Ends outside the rows count as the nearest row."""
+    rows, k, groups = 96, 32, len(ends)
+    x, w = np.ones((rows, k), ml_dtypes.bfloat16), np.ones((groups, 8, k), ml_dtypes.bfloat16)
+    codes, w_codes = np.full((rows, k), 0x38, np.uint8), np.full((groups, 8, k), 0x38, np.uint8)  # 1.0
+    sf, w_sf = np.full((rows, 1), 127, np.uint8), np.full((groups, 8, 1), 127, np.uint8)
+    want = np.zeros((rows, 8), np.float32)
+    want[:rows_of_ones] = k
+    for op, operands in (
+        (grouped_gemm.grouped_mm_bf16, (x, w)),
+        (grouped_gemm.grouped_mm_mx, (codes, sf, w_codes, w_sf)),
+        (folded_gemm.grouped_mm_fold, (codes, sf[:, 0], w_codes, w_sf[..., 0])),
+    ):
+        (got,) = triton_op(op, *operands, np.int32(ends), out_dtype="float32")
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("name", NO_MULTIPLES)
 def test_fold_groups(triton_op, name):
     """The codes and the other scales are those for ends rounded down to multiples of 32."""

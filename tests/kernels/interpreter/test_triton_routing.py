@@ -43,6 +43,18 @@ def test_row_map(triton_op, counts, experts, slack, alignment):
     check_equal(routing.row_map, got, oracle.row_map(counts, **options))
 
 
+BROKEN_COUNTS = [100, 200], [300, 200], [-100, 5], [5, -100], [2**30, 2**30, 5], [-(2**31), -1, 7]
+
+
+@pytest.mark.parametrize("counts", BROKEN_COUNTS, ids=str)
+def test_any_counts_stay_inside(triton_op, counts):
+    """Counts that break the contract cause no write outside: the guards around each output are intact."""
+    order, weights = np.arange(40, dtype=np.int32), np.ones(40, np.float32)
+    row_map, *_ = triton_op(routing.row_map, np.int32(counts), num_rows=40, num_local_experts=len(counts))
+    assert -1 <= row_map.min() <= row_map.max() < 40
+    triton_op(routing.slot_map, np.int32(counts), order, weights, top_k=2)
+
+
 def test_counts_beyond_the_buffer_stay_inside(triton_op):
     """Counts that break the contract cause no write outside: the guards around each output are intact."""
     got = triton_op(routing.row_map, np.array([100, 200], np.int32), num_rows=40, num_local_experts=2)
