@@ -11,7 +11,7 @@ def run(
         inputs: arrays with `__dlpack__`, in the order of `KernelOp.inputs`.
         outputs: arrays with `__dlpack__`, of the types of `Signature.out`.
         attrs: the values of `Signature.attrs`.
-        num_threads: threads that this call may use, at least 1; None: `num_threads()`. The child of a fork has one.
+        num_threads: threads that this call may use, at least 1; None: `num_threads()`.
 
     Raises:
         ValueError: an unknown op, a strided array, an array on another device. Data that break the op's contract, such
@@ -39,7 +39,8 @@ def num_threads() -> int:
     """Threads that an op may use without `num_threads`, as in calls from XLA.
 
     Returns:
-        The threads of OpenMP (OMP_NUM_THREADS, or all cores) when the module was loaded; one in the child of a fork.
+        The threads of OpenMP (OMP_NUM_THREADS, or all cores) when the module was loaded; one in the child of a
+        later fork. A child that loads the module itself hangs in OpenMP if its parent has used it.
     """
 
 def peer_ffi_targets() -> dict[str, Any]:

@@ -33,6 +33,8 @@ from ..launch import (
 )
 from ..tiles import next_power_of_2, tiles
 
+MOST_ROWS = 2**31 - 8192
+"""Rows and slots are counted in int32, also by a block that begins at the last of them."""
 CUDA_EXPERTS = 4096
 """The most experts of the CUDA C++ kernel, whose outputs hold a count per expert and block of slots in between."""
 
@@ -49,8 +51,8 @@ def _checked_padded_rows(op: str, argument: str, num_rows: int, num_local_expert
     if alignment % BLOCK:
         fail(ValueError, op, "alignment", alignment, f"allowed: positive multiples of {BLOCK}")
     padded = padded_rows(num_rows, num_local_experts, alignment)
-    if isinstance(padded, int) and padded >= 2**31:
-        fail(ValueError, op, argument, f"{num_rows}, padded to {padded}", f"allowed: {2**31 - 1} rows with padding")
+    if isinstance(padded, int) and padded > MOST_ROWS:
+        fail(ValueError, op, argument, f"{num_rows}, padded to {padded}", f"allowed: {MOST_ROWS} rows with padding")
     return padded
 
 
@@ -58,6 +60,9 @@ def _check_sort(expert_ids: ArrayType, *, num_experts: int) -> Signature:
     op = "sort_by_expert"
     require_dtype(op, "expert_ids", expert_ids, "int32")
     require_rank(op, "expert_ids", expert_ids, 1)
+    (slots,) = expert_ids.shape
+    if isinstance(slots, int) and slots > MOST_ROWS:
+        fail(ValueError, op, "expert_ids", f"{slots} slots", f"allowed: {MOST_ROWS}")
     require_size(op, "num_experts", num_experts, 1)
     t = ArrayType(expert_ids.shape, "int32")
     return Signature((t, t, ArrayType((num_experts,), "int32")), {"num_experts": num_experts})

@@ -97,7 +97,7 @@ def swiglu_attrs(op: str, alpha: float, limit: float, offset: float) -> dict[str
         op: the function that an error names.
         alpha: 1/64 to 64.
         limit: 2^-126 to 2^127, or 0 for no limit.
-        offset: -2^127 to 2^127.
+        offset: 2^-126 to 2^127 or their negatives, or 0. Smaller offsets are zero to some threads, and not to others.
 
     Returns:
         The attributes by name, as integers.
@@ -113,8 +113,8 @@ def swiglu_attrs(op: str, alpha: float, limit: float, offset: float) -> dict[str
         fail(ValueError, op, "alpha", alpha, f"allowed: 1/{LARGEST_ALPHA:.0f} to {LARGEST_ALPHA:.0f}")
     if limit and not _SMALLEST <= limit <= _LARGEST:
         fail(ValueError, op, "limit", limit, "allowed: 2^-126 to 2^127; an op takes 0 for no limit, SwiGLU takes None")
-    if not -_LARGEST <= offset <= _LARGEST:
-        fail(ValueError, op, "offset", offset, "allowed: -2^127 to 2^127")
+    if offset and not _SMALLEST <= abs(offset) <= _LARGEST:
+        fail(ValueError, op, "offset", offset, "allowed: 2^-126 to 2^127 or their negatives, or 0")
     # -0.0 + 0.0 is 0.0: an offset of zero has one form.
     values = {"alpha": alpha, "limit": limit or math.inf, "offset": offset + 0.0}
     return {name: struct.unpack("<I", struct.pack("<f", value))[0] for name, value in values.items()}

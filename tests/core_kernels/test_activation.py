@@ -32,6 +32,7 @@ def test_equal_numbers_are_one_value() -> None:
         ({"limit": float("inf")}, ValueError, "limit: got inf"),
         ({"limit": float("nan")}, ValueError, "limit: got nan"),
         ({"offset": float("inf")}, ValueError, "offset: got inf"),
+        ({"offset": 1e-40}, ValueError, "offset: got 1e-40"),
         ({"offset": None}, TypeError, "offset: got None"),
     ],
 )

@@ -5,6 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
+from mxep.core_kernels.swiglu.folded.plan_bwd import LONGEST_ROW
 from mxep.torch_frontend import force_implementation, ops
 from mxep.torch_frontend.ops import call
 from mxep.torch_frontend.ops.launch import Outputs
@@ -74,3 +75,15 @@ def test_dprob_does_not_depend_on_the_kernel(f: int) -> None:
         ends = torch.full((1,), 4096, dtype=torch.int32, device=DEVICE)
         got = ops.swiglu_bwd_fold(dh, gate, up, prob, ends)[-1]
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.parametrize("f", [LONGEST_ROW, LONGEST_ROW + 32, 49152])
+def test_swiglu_bwd_fold_of_long_rows(f: int) -> None:
+    """The kernel has the longest row in shared memory; longer rows are folded by other kernels."""
+    rng = torch.Generator(DEVICE).manual_seed(0)
+    dh, gate, up = (torch.randn(64, f, generator=rng, device=DEVICE).bfloat16() for _ in range(3))
+    prob, ends = torch.rand(64, generator=rng, device=DEVICE), torch.full((1,), 64, dtype=torch.int32, device=DEVICE)
+    arrays = dh, gate, up, prob, ends
+    with force_implementation("triton"):
+        want = ops.swiglu_bwd_fold(*arrays)
+    same_bytes(ops.swiglu_bwd_fold(*arrays)[:-1], want[:-1])

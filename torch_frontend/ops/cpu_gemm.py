@@ -16,7 +16,7 @@ from ...core_kernels.formats import BLOCK, E8M0_BIAS, SPAN, SQUARE
 
 
 def _dequantize(q: Tensor, sf: Tensor) -> Tensor:
-    out = torch.empty(q.shape, dtype=torch.float32)
+    out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     cpp_bindings.run("dequantize", [q, sf], [out], [], torch.get_num_threads())
     return out
 
@@ -56,7 +56,7 @@ def _add_two(
     product: Callable[..., None], first: tuple[Tensor, ...], second: tuple[Tensor, ...], group_ends: Tensor, out: Tensor
 ) -> None:
     """Both products in fp32, added and rounded."""
-    sums = torch.empty((2, *out.shape), dtype=torch.float32)
+    sums = torch.empty((2, *out.shape), dtype=torch.float32, device=out.device)
     for operands, total in ((first, sums[0]), (second, sums[1])):
         product(*operands, group_ends, total)
     torch.add(sums[0], sums[1], out=out)
@@ -124,7 +124,7 @@ def grouped_mm_fold_pair(
 
 def _dequantize_rows(q: Tensor, sf: Tensor) -> Tensor:
     """q (R, K), sf (R, ceil(K/128)) fp32 -> fp32, rounded once."""
-    ones = torch.full((q.shape[0], q.shape[1] // BLOCK), E8M0_BIAS, dtype=torch.uint8)
+    ones = torch.full((q.shape[0], q.shape[1] // BLOCK), E8M0_BIAS, dtype=torch.uint8, device=q.device)
     return _dequantize(q, ones).mul_(sf.repeat_interleave(SQUARE, 1)[:, : q.shape[1]])
 
 
@@ -150,7 +150,7 @@ def grouped_mm_blockwise_sum(
 
 def _dequantize_spans(qf: Tensor, sf: Tensor, group_ends: Tensor) -> Tensor:
     """qf (R, M), sf (S, R) -> fp32; columns past the last end, which are not read, get any scale."""
-    first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype)
+    first = torch.arange(0, qf.shape[1], BLOCK, dtype=group_ends.dtype, device=qf.device)
     group = torch.searchsorted(group_ends, first, right=True)
     begin = torch.cat([group_ends.new_zeros(1), group_ends])[group]
     slot = begin // SPAN + group + (first - begin) // SPAN

@@ -44,8 +44,8 @@ FEW_CHAINS = 128
 """Groups times tiles of a row, the chains of spans that the 132 multiprocessors of an H100 or H200 share. With fewer
 some have nothing to do, and above MANY_TOKENS the separate ops are faster."""
 MANY_TOKENS = 8192
-LONGEST_ROW = 49152
-"""Values of a row whose block scales fit in shared memory, for 16 rows of dgate and dup."""
+LONGEST_ROW = 48896
+"""Values of a row whose block scales fit in shared memory, for 16 rows of dgate and dup, next to 256 bytes of sums."""
 
 
 def scratch_words(m: int, f: int) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mxep.core_kernels.launch import ArrayType
 from mxep.core_kernels.permute import oracle as permute_oracle
 from mxep.core_kernels.permute import plan as permute
 from mxep.core_kernels.routing import oracle as routing_oracle
@@ -33,6 +34,12 @@ def test_gathers(cpp_op, rows, k, seed):
 
 def test_gather_from_nothing(cpp_op):
     same(cpp_op(permute.permute_rows, np.zeros((0, 64), np.float32), i32(-1, -1)), (np.zeros((2, 64), np.float32),))
+
+
+def test_slots_are_counted_in_int32():
+    ids = ArrayType((routing.MOST_ROWS + 1,), "int32")
+    with pytest.raises(ValueError, match=f"sort_by_expert: expert_ids: got {routing.MOST_ROWS + 1} slots; allowed"):
+        routing.sort_by_expert.signature(ids, num_experts=2)
 
 
 @pytest.mark.parametrize("bad", [-2, 4, 2**31 - 1, -(2**31)])

@@ -86,6 +86,17 @@ def test_a_bias_changes_no_other_gradient_and_bf16_is_rounded_once(compute: Comp
     assert torch.equal(torch.autograd.grad(alone, bias, dout)[0], dbias)
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp8 folded", "fp8_rowwise", "fp8_blockwise", "bf16"])
+def test_torchs_default_device_changes_no_product(recipe: str) -> None:
+    a, w, offs = operands()
+    chosen = Recipe.parse("mxfp8", compute="fold") if recipe == "mxfp8 folded" else recipe
+    dout = randn(128, N, seed=2)
+    want = torch.autograd.grad(grouped_mm(a, w, offs, recipe=chosen), [a, w], dout)
+    with torch.device("meta"):  # as "cuda" in a process that computes on a CPU
+        got = torch.autograd.grad(grouped_mm(a, w, offs, recipe=chosen), [a, w], dout)
+    same_bytes(got, want)
+
+
 def test_autocast_changes_no_product() -> None:
     a, w, offs = operands()
     big = (a.detach() * 2**14).float()
