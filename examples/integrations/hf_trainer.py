@@ -54,12 +54,21 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def tokens_of(args: argparse.Namespace) -> Tensor:
-    """The text's tokens by the model's tokenizer; bytes for the small model, which has none."""
+def tokens_of(args: argparse.Namespace) -> tuple[Any, Tensor]:
+    """The model's tokenizer and the text's tokens; None and bytes for the small model, which has none."""
     path = args.data or Path(sysconfig.get_path("stdlib")) / "argparse.py"
     if args.model is None:
-        return torch.tensor(list(path.read_bytes()))
-    return torch.tensor(AutoTokenizer.from_pretrained(args.model)(path.read_text()).input_ids)
+        return None, torch.tensor(list(path.read_bytes()))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError):
+        tokenizer = ()
+    if len(tokenizer) < 2:  # of a class of transformers that does not raise without its files
+        sys.exit(
+            f"{PROG}: error: --model: got {args.model}, without a tokenizer that transformers loads; "
+            "allowed: a folder with tokenizer.json, or a name on the hub"
+        )
+    return tokenizer, torch.tensor(tokenizer(path.read_text()).input_ids)
 
 
 def load(model: str | Path | None, recipe: str) -> Any:
@@ -128,7 +137,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     torch.manual_seed(0)
-    model, tokens = load(args.model, args.recipe), tokens_of(args)
+    model, (tokenizer, tokens) = load(args.model, args.recipe), tokens_of(args)
     rows = Windows(tokens, args.length)
     if not rows.rows.numel():
         sys.exit(f"{PROG}: error: --data: got {len(tokens)} tokens; allowed: at least --length {args.length}")
@@ -140,10 +149,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         model.print_trainable_parameters()
     options: dict[str, Any] = {"max_steps": args.steps, "learning_rate": args.lr, "bf16": args.bf16}
     options |= {"per_device_train_batch_size": args.batch, "logging_steps": max(1, args.steps // 10)}
-    quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no"}
-    Trainer(model, TrainingArguments(str(args.out), **options, **quiet), train_dataset=rows).train()
+    options |= {"report_to": [], "save_strategy": "no", "use_cpu": not torch.cuda.is_available()}
+    Trainer(model, TrainingArguments(str(args.out), **options), train_dataset=rows).train()
 
     model.save_pretrained(args.out)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(args.out)
     if args.lora:
         from peft import PeftModel  # pyright: ignore[reportMissingImports]
 

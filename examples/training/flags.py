@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mxep.core_kernels.policy.recipe import RECIPES
+from mxep.core_kernels.router.plan import MOST_CHOSEN, MOST_EXPERTS
 
 from .config import DENSE_DTYPES, PRESETS, Config
 from .lock import check_new
@@ -46,6 +47,7 @@ def parse_args(flags: argparse.ArgumentParser, argv: Sequence[str] | None = None
         value = changes[name]
         if value is not None and value < low:
             flags.error(f"{_flag(name)}: got {value}; allowed: at least {low}")
+    most = min(config.num_experts, MOST_CHOSEN)
     for name, bad, allowed in (
         ("dim", config.dim % 32, "multiples of 32"),
         ("hidden_dim", config.hidden_dim % 32, "multiples of 32"),
@@ -54,7 +56,8 @@ def parse_args(flags: argparse.ArgumentParser, argv: Sequence[str] | None = None
             config.dim % (2 * config.num_heads),
             f"numbers that divide dim {config.dim} into heads of an even size",
         ),
-        ("top_k", config.top_k > config.num_experts, f"1 to {config.num_experts} experts"),
+        ("num_experts", config.num_experts > MOST_EXPERTS, f"1 to {MOST_EXPERTS}"),
+        ("top_k", config.top_k > most, f"1 to {most} experts"),
     ):
         if bad:
             flags.error(f"{_flag(name)}: got {getattr(config, name)}; allowed: {allowed}")

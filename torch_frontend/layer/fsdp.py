@@ -27,7 +27,7 @@ from ..ops.private import flattened
 from .experts import GroupedExperts, SharedFFN
 from .linear import MXLinear
 from .moe import MoE
-from .parallel import ExpertParallel
+from .parallel import ExpertParallel, require_values
 from .quantized_gather import QuantizedGather, why_values
 
 OP = "shard_moe"
@@ -82,8 +82,8 @@ def shard_moe(
         TypeError: for arguments of another type, before anything is sharded.
         ValueError: before anything is sharded, for a mesh of other dims, without names or with two names of one kind, a
             model without `MoE`, units that the model does not contain, a style whose gradients are sums, experts that
-            are sharded already, a number of experts that E does not divide, and quantized_gather with an
-            offload_policy to the CPU.
+            are sharded already, weights of `freeze_weights`, a number of experts that E does not divide, and
+            quantized_gather with an offload_policy to the CPU.
 
     Example:
         >>> def sharded(model, Block):  # under torchrun, for example on 8 GPUs
@@ -207,6 +207,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, units: tuple[type[nn.Module], ...
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             fail(ValueError, OP, "model", f"{name} as a DTensor", "allowed: plain parameters; call shard_moe first")
+    require_values(OP, "model", model.named_parameters())
     ranks = mesh[name_of_experts].size()
     for name, layer in layers.items():
         if layer.num_experts % ranks:

@@ -4,7 +4,6 @@ model --forward hooks--> counts, overflow (on the device, no synchronization) --
                                                                               '-read-----> dict per layer
 """
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -46,11 +45,26 @@ def lost_values(x: Tensor, recipe: Recipe) -> Tensor:
     return torch.stack([count.sum() for count in counts])
 
 
+class _Hook:
+    """Calls a recorder after the forward of its layer. The hook of a deep copy or a saved model calls none."""
+
+    def __init__(self, recorder: "MoERecorder | None" = None, name: str = "") -> None:
+        self.recorder, self.name = recorder, name
+
+    def __call__(self, moe: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if self.recorder is not None and moe is self.recorder._layers[self.name]:
+            self.recorder._forward(self.name, moe, args[0] if args else kwargs["x"], out)
+
+    def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
+        return _Hook, ()
+
+
 class MoERecorder:
     """Metrics of every `MoE` of a model, summed over its forwards since the last `reset`, by forward hooks.
 
     Hooks add small tensors on the device and never synchronize. A recomputed forward (activation checkpointing) counts
-    twice; a deep copy of the model does not count. `close`, or the end of a `with` block, removes the hooks.
+    twice; a deep copy of the model does not count, and neither does a model from `torch.load`. `close`, or the end of a
+    `with` block, removes the hooks.
 
     Args:
         model: A module with `MoE` layers.
@@ -85,16 +99,8 @@ class MoERecorder:
         self._numerics = numerics
         self._sums: dict[str, dict[str, Tensor]] = {}
         self._hooks = [
-            moe.register_forward_hook(self._hook(name), with_kwargs=True) for name, moe in self._layers.items()
+            moe.register_forward_hook(_Hook(self, name), with_kwargs=True) for name, moe in self._layers.items()
         ]
-
-    def _hook(self, name: str) -> Callable[..., None]:
-        # A function: a deep copy of the layer keeps it as it is, and would copy a bound method with its recorder.
-        def hook(moe: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-            if moe is self._layers[name]:  # and no copy of it, such as an average of the weights
-                self._forward(name, moe, args[0] if args else kwargs["x"], out)
-
-        return hook
 
     def _forward(self, name: str, moe: nn.Module, x: Tensor, out: Any) -> None:
         y, stats = out

@@ -29,6 +29,7 @@ from ..exchange.exchange import AllToAll
 from ..exchange.process_groups import agree
 from ..exchange.route import Route
 from ..exchange.shards import Ranks
+from ..ops.mx_tensor import MXTensor
 from ..ops.private import name_of_group
 from ..overlap.expert_parallel import choose_exchange, require_no_weighted_sum
 from ..overlap.peer_memory import PeerMemory
@@ -79,7 +80,7 @@ class ExpertParallel(ParallelStyle):
     Raises:
         ValueError: For names that are not allowed. `parallelize_module` raises it on all ranks: when the mesh does not
             divide the experts, when the mesh has more than one dim, when `recipe` contradicts the module's own, for
-            modules without experts, and when these differ between ranks.
+            modules without experts, for weights of `freeze_weights`, and when these differ between ranks.
         TypeError: For values of another type.
 
     Example:
@@ -164,6 +165,7 @@ class ExpertParallel(ParallelStyle):
         if getattr(experts, "expert_parallel", None) is not None:
             fail(ValueError, op, "module", "experts that are parallel already", "allowed: once")
         parameters = dict(experts.named_parameters(recurse=False))
+        require_values(op, "module", module.named_parameters(recurse=isinstance(module, MoE)))
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor):
                 allowed = "allowed: plain parameters; apply this style first, and fully_shard or other styles after it"
@@ -199,6 +201,15 @@ class ExpertParallel(ParallelStyle):
             if parameter.shape[0] % mesh.size():
                 allowed = f"allowed: a number of experts that the mesh of {mesh.size()} ranks divides"
                 fail(ValueError, op, name, f"{parameter.shape[0]} experts", allowed)
+
+
+def require_values(op: str, argument: str, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for the bytes of `freeze_weights`, which no rank can have a part of."""
+    for name, parameter in parameters:
+        if isinstance(parameter, MXTensor):
+            allowed = "allowed: values of bf16 or fp32, frozen by requires_grad_(False) without freeze_weights; "
+            allowed += "8-bit weights are whole on every rank, without expert parallelism (docs/guides/lora.md)"
+            fail(ValueError, op, argument, f"{name} as an MXTensor", allowed)
 
 
 def _describe(parameters: Iterable[tuple[str, Tensor]]) -> str:

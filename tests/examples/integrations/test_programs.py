@@ -11,7 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, Llama4TextConfig, LlamaConfig, PretrainedConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Llama4TextConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 from examples.integrations import grouped_gemm, hf_trainer, rollout
 from examples.training import config, flags, torch_fsdp_ep, train_jax
@@ -68,6 +80,30 @@ def test_a_model_whose_experts_stay_as_they_are(config_: PretrainedConfig, tmp_p
     message = f"--model: got model_type '{config_.model_type}', without experts that take a recipe; .*`convert_moe`"
     with pytest.raises(SystemExit, match=message):
         hf_trainer.load(tmp_path, "mxfp8")
+
+
+def test_a_checkpoint_with_a_tokenizer(tmp_path: Path) -> None:
+    """In bf16 on a CPU. The saved folder has all that the next run needs."""
+    words = Tokenizer(WordLevel({"[UNK]": 0, "import": 1, "def": 2, "return": 3}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "0")
+    hf_trainer.load(None, "mxfp8").save_pretrained(tmp_path / "0")
+    flags = "--steps", "1", "--length", "32", "--bf16"
+    ran = run("hf_trainer.py", "--model", str(tmp_path / "0"), "--out", str(tmp_path / "1"), *flags)
+    assert ran.returncode == 0, ran.stderr
+    (saved,) = re.findall(r"trained ([\d.]+), loaded again ([\d.]+)", ran.stdout)
+    assert saved[0] == saved[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "1")("def x import").input_ids == [2, 0, 1]
+
+
+@pytest.mark.parametrize("config_", [Qwen3MoeConfig(), MixtralConfig()], ids=["empty", "raises"])
+def test_a_checkpoint_without_a_tokenizer(config_: PretrainedConfig, tmp_path: Path) -> None:
+    """Without its files one class of transformers has no vocabulary, and another raises."""
+    config_.save_pretrained(tmp_path)
+    args = hf_trainer.parse_args(["--out", "unused", "--model", str(tmp_path)])
+    words = re.escape(f"--model: got {tmp_path}, without a tokenizer that transformers loads; allowed: ")
+    with pytest.raises(SystemExit, match=words):
+        hf_trainer.tokens_of(args)
 
 
 def test_a_short_text(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ TINY = PRESETS["tiny"]
             "--num-heads: got 3; allowed: numbers that divide dim 128 into heads",
         ),
         (["--out", "x", "--top-k", "9"], "--top-k: got 9; allowed: 1 to 8 experts"),
+        (["--out", "x", "--num-experts", "513"], "--num-experts: got 513; allowed: 1 to 512"),
+        (["--out", "x", "--num-experts", "64", "--top-k", "33"], "--top-k: got 33; allowed: 1 to 32 experts"),
         (["--out", "x", "--batch-size", "6", "--ep", "4"], "--ep: got 4; allowed: divisors of 8 experts, 6 training"),
         (["--out", "x", "--device", "tpu"], "'cpu', 'gpu'"),
         (["--out", "x", "--dense-dtype", "float16"], "'float32', 'bfloat16'"),

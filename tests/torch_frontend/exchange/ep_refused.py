@@ -16,6 +16,7 @@ from mxep.torch_frontend import (
     SharedExpert,
     dispatch,
 )
+from mxep.torch_frontend.integrations.frozen import freeze_weights
 from mxep.torch_frontend.integrations.torchao import a2a_dispatch_mxfp8_fwd_hp_bwd
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,6 +50,12 @@ def bad_input() -> None:
     raises(ValueError, "w1: got 6 experts; allowed: a number of experts that the mesh of 4 ranks divides",
            lambda: parallelize_module(odd.experts, mesh, ExpertParallel()))  # fmt: skip
     assert not isinstance(odd.experts.w1, DTensor)
+    for part, weight in (("experts", "experts.w1"), ("shared_expert", "shared_expert.w1")):
+        frozen = MoE(D, HIDDEN, E, RouterConfig(TOP_K), shared=SharedExpert(HIDDEN))
+        freeze_weights(frozen.get_submodule(part).requires_grad_(False))
+        raises(ValueError, f"ExpertParallel: module: got {weight} as an MXTensor; allowed: values of bf16 or fp32",
+               lambda moe=frozen: parallelize_module(moe, mesh, ExpertParallel()))  # fmt: skip
+        assert not any(isinstance(p, DTensor) for p in frozen.parameters())
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     raises(ValueError, "device_mesh: got 2 dims", lambda: ExpertParallel()._apply(odd.experts, grid))
     raises(ValueError, "recipe", lambda: ExpertParallel("bf16")._apply(odd.experts, mesh))

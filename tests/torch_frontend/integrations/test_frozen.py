@@ -206,9 +206,13 @@ def test_compiled_and_checkpointed() -> None:
 
 
 def test_under_fsdp2_and_ddp(one_process: None) -> None:
-    """Neither shards nor broadcasts the bytes: every rank has them."""
-    base = with_adapters(converted("mixtral"))
-    names = freeze_weights(base)
+    """Neither shards nor broadcasts the bytes: every rank has them. PEFT renames parameters."""
+    base = converted("mixtral").requires_grad_(False)
+    before = freeze_weights(base)
+    base = with_adapters(base)
+    names = [name for name, w in base.named_parameters() if isinstance(w, MXTensor)]
+    assert len(names) == len(before)
+    assert not {*names} & {*before}
     loss, want = loss_and_gradients(base)
     sharded, replicated = copy.deepcopy(base), copy.deepcopy(base)
     ignored = {w for w in sharded.parameters() if isinstance(w, MXTensor)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mxep.torch_frontend import ExpertParallel, MoE, clip_grad_norm_, shard_moe
+from mxep.torch_frontend.integrations.frozen import freeze_weights
 from mxep.torch_frontend.layer.metrics import MoERecorder
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -253,6 +254,10 @@ def refused() -> None:
     raises("mp_policy: got 'bf16'; allowed: ", TypeError, mp_policy="bf16")
     raises("offload_policy: got 'cpu'; allowed: ", TypeError, offload_policy="cpu")
     raises("reshard_after_forward: got 'yes'; allowed: ", TypeError, reshard_after_forward="yes")
+    frozen = Model(recipe="mxfp8")
+    freeze_weights(frozen.blocks[1].moe.experts.requires_grad_(False))
+    words = "shard_moe: model: got blocks.1.moe.experts.w1 as an MXTensor; allowed: values of bf16 or fp32"
+    raises(words, model=frozen)
     with pytest.raises(TypeError, match="model: got list; allowed: a module"):
         shard_moe([Model()], pair)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ExpertParallel: transport: got 'nvlink'; allowed: a PeerMemory, or None"):

@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import io
 
 import pytest
 import torch
@@ -125,6 +126,18 @@ def test_copies_of_the_model_do_not_count() -> None:
             assert sum(other.read()["first"]["tokens_per_expert"]) == 2 * 16
         assert sum(recorder.read()["first"]["tokens_per_expert"]) == 2 * 16
     average["first"](x)  # its copy of the removed hook counts nothing
+
+
+def test_a_model_is_saved_while_it_is_recorded() -> None:
+    """As a whole. The loaded model counts nothing."""
+    layers, x, file = model(), torch.randn(16, 32), io.BytesIO()
+    with MoERecorder(layers, numerics=True) as recorder:
+        want, _ = layers["first"](x)
+        torch.save(layers, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        assert torch.equal(loaded["first"](x)[0], want)
+        assert sum(recorder.read()["first"]["tokens_per_expert"]) == 2 * 16
 
 
 def test_sums_of_many_steps_do_not_wrap() -> None:
