@@ -109,6 +109,16 @@ def _accepts(function: Callable, option: str) -> bool:
     return any(p.name == option or p.kind is p.VAR_KEYWORD for p in parameters)
 
 
+def _require_functions(ops: Mapping[str, Callable]) -> None:
+    """Raise unless these are functions by the names of ops."""
+    if unknown := [op for op in ops if op not in DEFINITIONS]:
+        allowed = f"allowed: {', '.join(sorted(DEFINITIONS))}"
+        fail(ValueError, "mxep.conformance", "OPS", ", ".join(map(repr, unknown)), allowed, hint="rename or remove it")
+    for op, function in ops.items():
+        if not callable(function):
+            fail(TypeError, "mxep.conformance", f"OPS[{op!r}]", type(function).__name__, "allowed: a function")
+
+
 def of_module(name: str, module: Any) -> Backend:
     """The backend of a module.
 
@@ -120,8 +130,8 @@ def of_module(name: str, module: Any) -> Backend:
         The backend.
 
     Raises:
-        ValueError: a module without a function of an op, or with a wrong claim.
-        TypeError: an `OPS` that is no dict.
+        ValueError: a module without a function of an op, an unknown op in `OPS`, or a wrong claim.
+        TypeError: an `OPS` that is no dict of functions, or a `SATFINITE` that is no bool.
         ImportError: one of its `PACKAGES` is not installed.
 
     Example:
@@ -137,6 +147,8 @@ def of_module(name: str, module: Any) -> Backend:
         ops = {op: marks[op] for op in DEFINITIONS if callable(marks.get(op))}
     elif not isinstance(ops, Mapping):
         fail(TypeError, "mxep.conformance", "OPS", type(ops).__name__, "allowed: a dict of functions by name")
+    else:
+        _require_functions(ops)
     if not ops.keys() & DEFINITIONS.keys():
         allowed = "allowed: a module with functions such as quantize_row, or with a dict OPS"
         fail(ValueError, "mxep.conformance", "backend", f"{name!r} without a function of an op", allowed)
@@ -144,7 +156,9 @@ def of_module(name: str, module: Any) -> Backend:
     if "ROUNDING" in marks:
         mode["rounding"] = Rounding.parse(marks["ROUNDING"], "mxep.conformance", "ROUNDING")
     if "SATFINITE" in marks:
-        mode["satfinite"] = bool(marks["SATFINITE"])
+        mode["satfinite"] = marks["SATFINITE"]
+        if not isinstance(mode["satfinite"], bool):
+            fail(TypeError, "mxep.conformance", "SATFINITE", repr(mode["satfinite"]), "allowed: True or False")
     versions = {package: metadata.version(package) for package in marks.get("PACKAGES", ())}
     return Backend(name, ops, marks, mode, versions)
 

@@ -19,11 +19,12 @@ from ..cases import (
     N,
     Rng,
     finite,
+    fixed,
     group_ends,
     seeded,
 )
 from ..fold.oracle import fold_groups, quantize_row_fold
-from ..formats import BLOCK
+from ..formats import BLOCK, E4M3_NAN, E8M0_BIAS, E8M0_NAN, spans
 from ..quantize.oracle import quantize_col, quantize_row
 from ..quantize.oracle_blockwise import quantize_blockwise, quantize_squares
 
@@ -328,6 +329,83 @@ _MAKES: dict[str, Callable[..., Arrays]] = {
     "grouped_wgrad_mx": _wgrad_mx,
     "grouped_wgrad_fold": _wgrad_fold,
 }
+# --- scales at both ends of their range -----------------------------------------------------------------
+#
+# A large scale of one side meets a small scale of the other side:
+#
+#     group    0       1       2       3       4
+#     lhs      large   small   empty   large   small     large: bytes 222 to 254, elements below 2
+#     rhs      small   large           small   large     small: bytes 0 to 32, elements from 2 on
+#
+# Products have scales of 2^-32 to 2^32. Each dequantized operand is a normal number in fp32 and in bf16: XLA's matmul
+# on a CPU reads subnormal numbers as zeros. NaN scales have finite elements.
+
+_LARGE, _SMALL = np.array([254, 253, 240, 222], np.uint8), np.array([0, 1, 14, 32], np.uint8)
+_TWO = 0x40  # the E4M3 code of 2
+_ENDS = np.array([32, 64, 64, 96, 128], np.int32)
+_LARGE_GROUPS = np.array([True, False, False, True, False])  # of lhs; the others are large in rhs
+_LARGE_ROWS = np.repeat(_LARGE_GROUPS, np.diff(_ENDS, prepend=0))
+
+
+def _codes(rng: Rng, large: Array, shape: tuple[int, ...]) -> Array:
+    magnitude = np.where(large, rng.integers(1, _TWO, shape), rng.integers(_TWO, E4M3_NAN, shape))
+    return (magnitude | rng.integers(0, 2, shape) << 7).astype(np.uint8)
+
+
+def _scales(large: Array, shape: tuple[int, ...], *nan: tuple[int, ...]) -> Array:
+    """nan: indices of the NaN scales."""
+    i = np.indices(shape).sum(0) % len(_LARGE)
+    sf = np.where(large, _LARGE[i], _SMALL[i])
+    for at in nan:
+        sf[at] = E8M0_NAN
+    return sf
+
+
+def _extreme_mm(name: str, blocks: tuple[int, ...] = (), second: bool = False) -> Arrays:
+    """lhs (128, 64), rhs (5, 32, 64). blocks: () of one scale for each row, else the scales of a row. second: of a sum,
+    where large and small sides are exchanged, and NaN scales are elsewhere."""
+    rng, shift, groups = seeded(name), 2 * second, len(_ENDS)
+    lhs, rhs = (_LARGE_ROWS ^ second)[:, None], ~(_LARGE_GROUPS ^ second)[:, None, None]
+    first, last = (0,) * len(blocks), tuple(n - 1 for n in blocks)
+    lhs_sf = _scales(lhs if blocks else lhs[:, 0], (128, *blocks), (5 + shift, *last), (40 + shift, *first))
+    nan = (0, 7 + shift, *last), (1, 9 + shift, *first)
+    rhs_sf = _scales(rhs if blocks else rhs[..., 0], (groups, 32, *blocks), *nan)
+    return _codes(rng, lhs, (128, 64)), lhs_sf, _codes(rng, rhs, (groups, 32, 64)), rhs_sf
+
+
+def _extreme_blockwise(name: str, second: bool = False) -> Arrays:
+    """fp32 scales from 2^-126 on. The scale of the weights of the fourth or the second group is NaN."""
+    lhs, lhs_sf, rhs, _ = _extreme_mm(name, (1,), second)
+    rhs_sf = _scales(~(_LARGE_GROUPS ^ second)[:, None, None], (len(_ENDS), 1, 1), (1 if second else 3, 0, 0))
+    exponents = [np.maximum(sf.astype(np.int32), 1) - E8M0_BIAS for sf in (lhs_sf, rhs_sf)]
+    numbers = [np.where(e == E8M0_NAN - E8M0_BIAS, np.nan, np.ldexp(1.0, e)).astype(F32) for e in exponents]
+    return lhs, numbers[0], rhs, numbers[1]
+
+
+def _extreme_wgrad(name: str, large: Array, slots: int, nan: bool) -> Arrays:
+    """lhs (32, 128), rhs (64, 128) along the tokens, scales (32, slots) and (64, slots)."""
+    rng, indices = seeded(name), [[(5, 0), (9, 1)], [(7, 0), (11, 1)]] if nan else [[], []]
+    lhs = _codes(rng, _LARGE_ROWS, (32, 128)), _scales(large, (32, slots), *indices[0])
+    return *lhs, _codes(rng, ~_LARGE_ROWS, (64, 128)), _scales(~large, (64, slots), *indices[1])
+
+
+def _extreme_scales() -> dict[str, Arrays]:
+    """Op -> its inputs. `fold_groups` writes no NaN scale, and has a slot of scales for each of these groups."""
+    fold, blockwise = _extreme_mm("extreme fold"), _extreme_blockwise("extreme blockwise")
+    bias = seeded("extreme bias").standard_normal((len(_ENDS), 32), F32)
+    q, sf, q2, sf2 = _extreme_wgrad("extreme spans", _LARGE_GROUPS, spans(128, len(_ENDS)), nan=False)
+    return {
+        "grouped_mm_mx": (*_extreme_mm("extreme mx", (2,)), _ENDS),
+        "grouped_mm_blockwise": (*blockwise, _ENDS),
+        "grouped_mm_blockwise_sum": (*blockwise, *_extreme_blockwise("extreme blockwise sum", second=True), _ENDS),
+        "grouped_mm_fold": (*fold, _ENDS),
+        "grouped_mm_fold_bias": (*fold, bias, _ENDS),
+        "grouped_mm_fold_sum": (*fold, *_extreme_mm("extreme sum", second=True), _ENDS),
+        "grouped_wgrad_mx": (*_extreme_wgrad("extreme wgrad", _LARGE_ROWS[::BLOCK], 4, nan=True), _ENDS),
+        "grouped_wgrad_fold": (q, sf.T, q2, sf2.T, _ENDS),
+    }
+
+
 CONFORMANCE = {
     **{
         f"{op}-{name}-{dtype}": Case(op, lambda *_, make=make, name=name: make(name), {"out_dtype": dtype})
@@ -341,5 +419,10 @@ CONFORMANCE = {
         )
         for name in M_GROUPED
         for dtype, octaves in (("bfloat16", 0), ("float32", -60))
+    },
+    **{
+        f"{op}-extreme_scales-{dtype}": fixed(op, *arrays, out_dtype=dtype)
+        for op, arrays in _extreme_scales().items()
+        for dtype in OUT_DTYPES
     },
 }

@@ -9,8 +9,7 @@ from . import backends, cases
 
 WITHOUT_ADAPTER = (
     *("test_adapter.py", "test_check.py", "test_oracle.py", "test_oracle_sm90.py", "test_references.py"),
-    "test_runner.py",
-    "test_swiglu_oracle.py",
+    *("test_mutants_of_products.py", "test_runner.py", "test_swiglu_oracle.py"),
 )
 """Tests of the definition and of the suite itself."""
 
@@ -26,6 +25,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "needs(*names): ops and functions that an adapter has to offer for the test")
     config.addinivalue_line("markers", "composed(op): no Triton kernel of its own; it runs the kernels of other ops")
+    for name in config.getoption("backend", None) or ():
+        try:
+            backends.loaded(name)
+        except (TypeError, ValueError) as error:  # of functions that are no ops, or of wrong claims
+            raise pytest.UsageError(f"--backend {name}: {error}") from None
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -32,6 +32,21 @@ def test_the_bound_is_a_bound(dtype: np.dtype) -> None:
             check.m_grouped(wrong.astype(dtype), case.lhs, case.rhs_t, case.group_ends)
 
 
+@pytest.mark.parametrize(
+    ("value", "expected", "shown"),
+    [(1.5, np.nan, "1.5, expected nan"), (np.nan, 2.0, "nan, expected 2"), (-np.inf, np.inf, "-inf, expected inf")],
+)
+def test_a_nan_or_an_infinity_elsewhere_is_named_with_its_index(value: float, expected: float, shown: str) -> None:
+    exact = np.arange(12.0).reshape(3, 4)
+    exact[0, 1] = np.nan
+    got = exact.astype(np.float32)
+    check.gemm_bound(got, exact, np.abs(exact), 1)
+    got[1, 2], exact[1, 2] = value, expected
+    with pytest.raises(AssertionError) as caught:
+        check.gemm_bound(got, exact, np.abs(exact), 1)
+    assert str(caught.value) == f"1 of 12 values differ in NaN or infinity, the first at (1, 2): {shown}"
+
+
 def test_a_bf16_sum_is_outside_the_bound() -> None:
     """Accumulating in bf16 instead of fp32 must not pass."""
     case = GEMMS["normal"]

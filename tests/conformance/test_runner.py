@@ -218,6 +218,47 @@ def test_an_exception_and_a_wrong_type_are_differences() -> None:
     assert message.splitlines()[0] == "returns float32[256, 256], expected bfloat16[256, 256]"
 
 
+@pytest.mark.parametrize("options", [{}, {"ROUNDING": "rceil"}], ids=["the rule is found", "the rule is claimed"])
+def test_a_function_that_ends_the_process_differs(options: dict[str, str]) -> None:
+    found = report("quantize_row-normal-", quantize_row=lambda x: sys.exit(3), **options)
+    assert found.ops["quantize_row"].differ["quantize_row-normal-rceil"] == "raised SystemExit: 3"
+    assert not found.agrees
+
+
+def test_a_wrong_nan_of_a_product_is_shown_with_its_case_and_index() -> None:
+    def grouped_mm_mx(*arrays: Array, out_dtype: str = "bfloat16") -> Array:
+        out = DEFINITIONS["grouped_mm_mx"](*arrays, out_dtype)
+        return np.where(np.isnan(out), out.dtype.type(0), out)
+
+    shown = conformance.show(report("grouped_mm_mx-nan_and_inf", grouped_mm_mx=grouped_mm_mx))
+    assert "\ngrouped_mm_mx differs first in grouped_mm_mx-nan_and_inf_in_one_row-bfloat16\n" in shown
+    first = r"\n  64 of 4096 values differ in NaN or infinity, the first at \(3, 0\): 0, expected nan\n"
+    assert re.search(first, shown), shown
+
+
+@pytest.mark.parametrize(
+    ("error", "marks", "message"),
+    [
+        (
+            ValueError,
+            {"OPS": {"quantize_rows": oracle.quantize_row, "dequantize": oracle.dequantize}},
+            "OPS: got 'quantize_rows'; allowed: block_scales, .*, quantize_row, .*; rename or remove it",
+        ),
+        (
+            TypeError,
+            {"OPS": {"dequantize": None}},
+            r"OPS\['dequantize'\]: got NoneType; allowed: a function",
+        ),
+        (TypeError, {"SATFINITE": "False"}, "SATFINITE: got 'False'; allowed: True or False"),
+        (TypeError, {"SATFINITE": 1}, "SATFINITE: got 1; allowed: True or False"),
+    ],
+    ids=["a name", "no function", "a text", "a number"],
+)
+def test_a_wrong_mark_is_refused(error: type[Exception], marks: dict[str, object], message: str) -> None:
+    with pytest.raises(error, match=f"^mxep.conformance: {message}$"):
+        report(quantize_row=oracle.quantize_row, **marks)
+
+
 def test_a_run_without_a_block_obeys_no_rule() -> None:
     found = report("quantize_row-zero_rows-rceil", quantize_row=lambda x: oracle.quantize_row(x))
     assert found.agrees
@@ -301,6 +342,9 @@ def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("def quantize_row(x) return x")
     (tmp_path / "names.py").write_text("OPS = ['quantize_row']")
     (tmp_path / "ends.py").write_text("raise SystemExit(0)")
+    (tmp_path / "typo.py").write_text("OPS = {'quantize_rows': print}")
+    (tmp_path / "claim.py").write_text(BACKEND.format(rounding="floor", claim="SATFINITE = 'False'"))
+    (tmp_path / "leaves.py").write_text("import sys\ndef dequantize(q, sf): sys.exit(3)")
     (tmp_path / "without.py").write_text("def quantize_squares(x, rounding=0): pass")
     good, wrong, empty = ran("good", "--json", "good.json"), ran("wrong"), ran("empty")
     assert (good.returncode, wrong.returncode, empty.returncode, ran("absent").returncode) == (0, 1, 2, 2)
@@ -313,6 +357,8 @@ def test_the_command(tmp_path: Path) -> None:
         (["text"], "SyntaxError: "),
         (["names"], "mxep.conformance: OPS: got list; allowed: a dict of functions by name"),
         (["ends"], "SystemExit: 0"),
+        (["typo"], "mxep.conformance: OPS: got 'quantize_rows'; allowed: "),
+        (["claim"], "mxep.conformance: SATFINITE: got 'False'; allowed: True or False"),
         (["./good"], "mxep.conformance: backend: got './good'; allowed: a dotted name"),
         (["good", "--json", "no/good.json"], "--json: got no/good.json; allowed: a file in a folder that exists"),
         (["good", "--json", "."], "--json: got .; allowed: a file in a folder that exists"),
@@ -320,6 +366,8 @@ def test_the_command(tmp_path: Path) -> None:
         found = ran(*arguments)
         assert (found.returncode, "Traceback" in found.stderr) == (2, False), found.stderr
         assert message in found.stderr
+    found = ran("leaves")
+    assert (found.returncode, "raised SystemExit: 3" in found.stdout) == (1, True), found.stderr
     for arguments in (["good", "-k", "no_such"], ["without"]):
         found = ran(*arguments)
         assert (found.returncode, found.stdout.splitlines()[-1]) == (2, "No case ran."), found.stdout
