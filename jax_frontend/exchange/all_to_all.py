@@ -187,11 +187,11 @@ def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: 
     fitting = jnp.diff(fitting_ends, axis=1, prepend=0)
     sent = fitting_ends[:, -1]
 
-    slot = jnp.arange(capacity, dtype=jnp.int32)
+    slot = jnp.arange(capacity, dtype=jnp.int32)[None]
     sources = jnp.where(slot < sent[:, None], rank_starts[:, None] + slot, -1).reshape(-1)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     # Not jnp.searchsorted: JAX 0.10.2 refuses it if some mesh axes are automatic.
-    rank = jnp.minimum((row[:, None] >= rank_ends).sum(1, dtype=jnp.int32), ep_degree - 1)
+    rank = jnp.minimum((row[:, None] >= rank_ends[None]).sum(1, dtype=jnp.int32), ep_degree - 1)
     position = row - rank_starts[rank]
     slots = jnp.where(position < sent[rank], rank * capacity + position, -1)
     return Exchange(

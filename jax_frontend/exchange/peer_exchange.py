@@ -151,7 +151,7 @@ def map_peers(shared: Shared, taken: Taken, sizes: PeerSizes) -> tuple[RowMap, S
     # The positions of this rank's rows. Comparisons and sums as in `plan_exchange`.
     counts, begin, own = (jnp.take(x, rank, axis=0) for x in (table, taken.before, taken.rows))
     ends, row = jnp.cumsum(counts), jnp.arange(num_rows, dtype=jnp.int32)
-    expert = jnp.minimum((row[:, None] >= ends).sum(1, dtype=jnp.int32), experts - 1)
+    expert = jnp.minimum((row[:, None] >= ends[None]).sum(1, dtype=jnp.int32), experts - 1)
     position = row - (ends - counts + begin)[expert]
     own_first = jnp.take(first, rank, axis=2).reshape(-1)
     inverse = expert // local * sizes.padded + own_first[expert] + position
@@ -159,7 +159,7 @@ def map_peers(shared: Shared, taken: Taken, sizes: PeerSizes) -> tuple[RowMap, S
 
     # The sources of this rank's padded rows: the last part that starts at or before a row has it, or nobody.
     position, starts = jnp.arange(sizes.padded, dtype=jnp.int32), jnp.take(first, rank, axis=0).reshape(-1)
-    part = (position[:, None] >= starts).sum(1, dtype=jnp.int32) - 1
+    part = (position[:, None] >= starts[None]).sum(1, dtype=jnp.int32) - 1
     position -= starts[part]
     source = part % ranks
     before = (jnp.cumsum(table, 1) - table + taken.before)[source, rank * local + part // ranks]

@@ -63,7 +63,7 @@ def map_copies(tokens: TokenReplicas, exchange: Exchange, row_map: RowMap) -> Co
     index = jnp.where(sent, exchange.slots // max(capacity, 1) * t + tokens.order // top_k, ranks * t)
     hit = jnp.zeros(ranks * t + 1, bool).at[index].set(True)[:-1].reshape(ranks, t)
     position = jnp.cumsum(hit, axis=1, dtype=jnp.int32) - 1
-    token = jnp.arange(t, dtype=jnp.int32)
+    token = jnp.arange(t, dtype=jnp.int32)[None]
     copy = jnp.where(hit, rank * size + position, ranks * size)
     slot = token * width + jnp.cumsum(hit, axis=0, dtype=jnp.int32) - 1
     sources = _scatter(ranks * size, copy, jnp.broadcast_to(token, hit.shape))

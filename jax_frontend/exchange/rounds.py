@@ -119,7 +119,7 @@ def take_rows(left: jax.Array, capacity: int, alignment: int) -> jax.Array:
     whole = first * alignment + jnp.take_along_axis(sizes, first, 1) <= capacity
     limits = jnp.where((ends[:, -1:] > capacity) & whole, jnp.take_along_axis(starts, first, 1), capacity)
     before = jnp.cumsum(of_owners, 0) - of_owners
-    return jnp.clip(jnp.clip(limits - starts, 0, totals) - before, 0, of_owners).reshape(left.shape)
+    return jnp.clip(jnp.clip(limits - starts, 0, totals)[None] - before, 0, of_owners).reshape(left.shape)
 
 
 def plan_rounds(sizes: PeerSizes, shared: Shared, rounds: bool) -> Plan:

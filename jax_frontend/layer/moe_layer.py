@@ -19,14 +19,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import register_namedtuple_serialization
 
 from ...core_kernels.formats import BLOCK
+from ...core_kernels.launch import fail
 from ...core_kernels.policy.metrics import MoEMetrics, describe
 from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.prob_in import ProbIn
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.policy.rounds import CAPACITY_FACTOR
 from ...core_kernels.policy.router import RouterConfig, SharedExpert
+from .. import ops
 from ..exchange.all_to_all import TokenReplicas
 from ..exchange.combine import combine
 from ..exchange.device_exchange import exchange_ffn, takes
@@ -41,7 +44,6 @@ from ..ops.mx_array import MXArray, MXGradArray
 from ..products.ffn import Biases, grouped_swiglu_ffn
 from ..products.ffn import swiglu_ffn as _swiglu_ffn
 from ..products.weights import Weights, recipe_of
-from ..routing.permute import sort_by_expert
 from ..routing.router import Routing, external_routing, tokens_and_logits
 from ..routing.router import route as choose_experts
 from ..routing.weighted_combine import sum_of_slots, weigh_slots
@@ -100,7 +102,7 @@ class MoEStats(NamedTuple):
 
         Raises:
             TypeError: For sizes that are no int.
-            ValueError: For sizes and names that are not allowed.
+            ValueError: For sizes and names that are not allowed, and for stacked stats of several layers.
 
         Example:
             >>> config = MoEConfig(32, 64, 4, RouterConfig(2, force_balance=True))
@@ -109,8 +111,15 @@ class MoEStats(NamedTuple):
             >>> metrics["tokens_per_expert"], metrics["imbalance"], metrics["wire_nbytes"]
             ([3, 3, 3, 3], 1.0, 2424)
         """
+        op, shape = "MoEStats.metrics", np.shape(self.counts)
+        if len(shape) != 1:
+            allowed = "allowed: (E,), of one layer; take layer i by jax.tree.map(lambda a: a[i], stats).metrics(...)"
+            fail(ValueError, op, "counts", f"shape {shape}", allowed)
         counts = np.asarray(self.counts).tolist()
         return describe(counts, int(self.overflow), dim, Recipe.parse(recipe), ranks, prob_in)
+
+
+register_namedtuple_serialization(MoEStats, serialized_name="mxep.MoEStats")
 
 
 def run_layer(
@@ -132,7 +141,7 @@ def run_layer(
     x_TD = x.reshape(-1, config.dim)
     x_TD, routing = route_tokens(params, x_TD, config.router, selection_bias) if outside is None else (x_TD, outside)
     experts_TK, probs_TK, shares_E = routing
-    order, inverse, counts = sort_by_expert(experts_TK, config.num_experts)
+    order, inverse, counts = ops.sort_by_expert(experts_TK.reshape(-1), config.num_experts)
     # The ranks of tensor_axis compute parts of one sum: JAX adds their gradients where they leave x and probs.
     parts = axis_names(op, "tensor_axis", tensor_axis)
     x_TD, probs_TK = vary(x_TD, parts), vary(probs_TK, parts)

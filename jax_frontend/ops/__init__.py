@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+from jax.export import register_namedtuple_serialization
 
 from ...core_kernels import registry
 from ...core_kernels.formats import Rounding
@@ -65,6 +66,7 @@ def _function(op: KernelOp) -> Callable[..., Any]:
     result: Any = jax.Array
     if len(op.outputs) > 1:
         result = _RESULTS.get(op.name) or namedtuple(f"{op.name}_result", op.outputs, module=__name__)
+        register_namedtuple_serialization(result, serialized_name=f"mxep.{result.__name__}")
     signature = registry.signature(op, jax.Array, result)
     parameters = [p.replace(annotation=_ANNOTATIONS.get(p.name, p.annotation)) for p in signature.parameters.values()]
     signature = signature.replace(parameters=parameters)

@@ -19,7 +19,7 @@ from jax.export import is_symbolic_dim
 
 from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import fail, require_multiple
-from .private import check_later
+from .private import check_later, describe
 
 FLOATS = ("bfloat16", "float32")
 
@@ -135,11 +135,31 @@ def reads_values(x: Any) -> bool:
 
 
 def check_values(ok: jax.Array, op: str, argument: str, got: jax.Array, allowed: str) -> None:
-    """Raise ValueError, or report to checkify, unless the scalar `ok` holds."""
+    """Raise ValueError, or report to checkify, unless all of `ok` holds. For a scalar `ok` the message has all of got;
+    for one `ok` per value it has the first wrong value and its index, as errors of kernels do."""
     if isinstance(ok, Tracer):
         check_later(ok, f"{op}: {argument}: got {{got}}; {allowed}", got)
-    elif not ok:
-        fail(ValueError, op, argument, got, allowed)
+    elif not ok.all():
+        text, fields = describe(ok, got)
+        fail(ValueError, op, argument, text.format(**fields), allowed)
+
+
+def check_experts(op: str, argument: str, ids: jax.Array, num_experts: int) -> None:
+    """Check that each expert exists."""
+    ok = (ids >= 0) & (ids <= _last(ids, num_experts))
+    check_values(ok, op, argument, ids, f"allowed: 0 to {num_experts - 1}")
+
+
+def clip_experts(ids: jax.Array, num_experts: int) -> jax.Array:
+    """ids in int32, clipped to experts that exist: inside jit no check stops wrong ones. A kernel that raised on one
+    device of a mesh would end the process, since the others wait for that device."""
+    return jnp.clip(ids, 0, _last(ids, num_experts)).astype(jnp.int32)
+
+
+def _last(ids: jax.Array, num_experts: Any) -> Any:
+    if is_symbolic_dim(num_experts):  # of jax.export; the kernel refuses it
+        return num_experts - 1
+    return min(num_experts - 1, jnp.iinfo(ids.dtype).max)  # of uint8, 256 would be 0
 
 
 def check_blocks(op: str, argument: str, rows: int, group_ends: jax.Array, whole: bool) -> None:

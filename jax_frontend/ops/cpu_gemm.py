@@ -68,7 +68,7 @@ def _m_grouped(
 
         def body(first, mask, result):
             product = lax.dynamic_slice_in_dim(lhs, first, tile) @ weight.T
-            product = product if bias is None else product + bias[g]
+            product = product if bias is None else product + bias[g][None]
             new = lax.bitcast_convert_type(product.astype(dtype), bits)
             kept = lax.dynamic_slice_in_dim(result, first, tile)
             return lax.dynamic_update_slice_in_dim(result, jnp.where(mask[:, None], new, kept), first, 0)
@@ -204,7 +204,7 @@ def _mm_blockwise_sum(
 def _dequantize_spans(qf: jax.Array, sf: jax.Array, group_ends: jax.Array) -> jax.Array:
     """qf (R, M), sf (S, R); columns past the last end, which are not read, get any scale."""
     first = jnp.arange(qf.shape[1] // BLOCK, dtype=jnp.int32) * BLOCK
-    group = jnp.sum(group_ends[:, None] <= first, axis=0, dtype=jnp.int32)
+    group = jnp.sum(group_ends[:, None] <= first[None], axis=0, dtype=jnp.int32)
     begin = jnp.pad(group_ends, (1, 0))[group]
     slot = begin // SPAN + group + (first - begin) // SPAN
     return _dequantize(qf, jnp.take(sf.T, slot, axis=1, mode="fill", fill_value=0))

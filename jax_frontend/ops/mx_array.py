@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.export import register_pytree_node_serialization
 
 from ...core_kernels.formats import BLOCK, Rounding
 from ...core_kernels.launch import fail, require_multiple
@@ -198,6 +199,11 @@ class MXArray:
     def cotangent(cls, grad: jax.Array) -> "MXArray":
         """The cotangent of an array whose matrix has gradient `grad`. Bytes have no gradient."""
         return _leaves(cls, None, None, grad)
+
+
+register_pytree_node_serialization(
+    MXArray, serialized_name="mxep.MXArray", serialize_auxdata=lambda _: b"", deserialize_auxdata=lambda _: ()
+)
 
 
 @jax.tree_util.register_dataclass

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -25,8 +26,26 @@ def _private(name: str) -> Any:
 # --- A check of a value inside a traced program, for `checkify.checkify` ---
 
 
+def describe(ok: jax.Array, got: jax.Array) -> tuple[str, dict[str, jax.Array]]:
+    """A format string, and its fields: all of got for a scalar `ok`; for an array `ok` the first value of got that is
+    not ok, and its index. Reductions alone: any sharding allows them, and every device gets the result."""
+    if not ok.ndim:
+        return "{got}", {"got": got}
+    indices = [jax.lax.broadcasted_iota(jnp.int32, ok.shape, dim) for dim in range(ok.ndim)]
+    place = indices[0]
+    for dim in range(1, ok.ndim):
+        place = place * ok.shape[dim] + indices[dim]
+    most = jnp.iinfo(jnp.int32).max
+    first = place == jnp.where(ok, most, place).min(initial=most)
+    value = jnp.where(first, got, 0).sum(dtype=got.dtype)
+    fields = {f"index{dim}": jnp.where(first, index, 0).sum() for dim, index in enumerate(indices)}
+    names = ", ".join(f"{{{name}}}" for name in fields)
+    return f"{{got}} at index {names if ok.ndim == 1 else f'({names})'}", {"got": value, **fields}
+
+
 def _public_check_later(ok: jax.Array, message: str, got: jax.Array) -> None:
-    checkify.debug_check(ok, message, got=got)
+    text, fields = describe(ok, got)
+    checkify.debug_check(ok.all(), message.replace("{got}", text), **fields)
 
 
 _failed = _private("jax._src.checkify:FailedCheckError")
@@ -44,13 +63,16 @@ def _private_check_later(ok: jax.Array, message: str, got: jax.Array) -> None:
 def _under_checkify(*arguments, message: str):
     *context, error, enabled, ok, got = arguments  # JAX 0.10 has no context, 0.11 has one in front
     if _failed in enabled:
-        error = _assert(*context, error, ~ok, _failed(_traceback(), message, got=got))
+        text, fields = describe(ok, got)
+        failed = _failed(_traceback(), message.replace("{got}", text), **fields)
+        error = _assert(*context, error, ~ok.all(), failed)
     return error, []
 
 
 def _under_vmap(arguments, dims, *, message: str):
-    ok, got = arguments
-    _check_p.bind(ok.all(), got, message=message)
+    ok, got = (jnp.moveaxis(x, dim, 0) if dim is not None else x[None] for x, dim in zip(arguments, dims, strict=True))
+    ok, got = (ok.all(), got) if ok.ndim == 1 else jnp.broadcast_arrays(ok, got)
+    _check_p.bind(ok, got, message=message)
     return [], []
 
 
@@ -67,5 +89,5 @@ if has_checks:
     _rules[_check_p] = _under_checkify
 
 check_later: Callable[[jax.Array, str, jax.Array], None] = _private_check_later if has_checks else _public_check_later
-"""check_later(ok, message, got): report `message`, formatted with `got`, to an enclosing `checkify.checkify` unless the
-scalar `ok` holds."""
+"""check_later(ok, message, got): report `message`, whose field {got} is of `describe`, to an enclosing
+`checkify.checkify` unless all of `ok` holds."""

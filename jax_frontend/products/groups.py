@@ -49,7 +49,7 @@ def ends_of(op: str, group_ends: Any, group_sizes: Any, x: jax.Array | MXArray, 
         # In another dtype ends would wrap where they are clipped, and never decrease where it has no sign.
         ends = given.astype(jnp.int32)
         if given.dtype != jnp.int32:
-            held = (ends.astype(given.dtype) == given).all()
+            held = ends.astype(given.dtype) == given
             check_values(held, op, "group_ends", given, "allowed: ends that an int32 holds")
         return ends
     check_shape(op, "group_ends", given, own.shape, "the ends of x", "int")

@@ -15,12 +15,14 @@ Weights of layout (G, K, N) swap the two: along N they are read as stored, along
 """
 
 import dataclasses
+import json
 from importlib import import_module
 from typing import Any, Literal, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import register_pytree_node_serialization
 
 from ...core_kernels.dispatch import facts
 from ...core_kernels.formats import BLOCK, Rounding
@@ -189,6 +191,31 @@ class FrozenWeights(QuantizedWeights):
 
     def cotangent(self, grad: None) -> Any:
         return dataclasses.replace(self, as_stored=None)
+
+
+def _write_static(static: tuple[Form, Rounding]) -> bytes:
+    """The static fields of weights, as `jax.export` writes them."""
+    return json.dumps([static[0], static[1].name]).encode()
+
+
+def _read_static(data: bytes) -> tuple[Form, Rounding]:
+    form, rounding = json.loads(data)
+    return form, Rounding[rounding]
+
+
+for _kind in (QuantizedWeights, FrozenWeights):
+    register_pytree_node_serialization(
+        _kind,
+        serialized_name=f"mxep.{_kind.__name__}",
+        serialize_auxdata=_write_static,
+        deserialize_auxdata=_read_static,
+    )
+register_pytree_node_serialization(
+    NoValues,
+    serialized_name="mxep.NoValues",
+    serialize_auxdata=lambda static: static.dtype.name.encode(),
+    deserialize_auxdata=lambda data: NoValues(jnp.dtype(data.decode())),
+)
 
 
 @jax.tree_util.register_dataclass

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ...core_kernels.launch import fail
 from .. import ops
 from ..ops import ExpertOrder
-from ..ops.checks import check_integers, check_size
+from ..ops.checks import check_experts, check_integers, check_size, clip_experts, reads_values
 from ..ops.derivatives import arguments
 from ..ops.mx_array import MXArray
 from ..ops.shapes import Int
@@ -26,7 +27,7 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
 
     Args:
         expert_ids: (T, top_k) or (S,) of an integer dtype, values in [0, num_experts): the expert of slot t * top_k +
-            k.
+            k. Inside jit others are clipped.
         num_experts: E, at least 1.
 
     Returns:
@@ -34,7 +35,7 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
 
     Raises:
         TypeError: dtype.
-        ValueError: shape.
+        ValueError: shape; values in eager calls on a CPU and under checkify.
 
     Example:
         >>> sort_by_expert(jnp.array([[1, 0], [1, 2]]), num_experts=3).order.tolist()
@@ -45,7 +46,10 @@ def sort_by_expert(expert_ids: Int[jax.Array, "T top_k"] | Int[jax.Array, " S"],
     if expert_ids.ndim not in (1, 2):
         fail(ValueError, op, "expert_ids", f"shape {expert_ids.shape}", "allowed: (T, top_k) or (S,)")
     check_size(op, "num_experts", num_experts, 1)
-    return ops.sort_by_expert(jnp.asarray(expert_ids).reshape(-1).astype(jnp.int32), num_experts)
+    expert_ids = jnp.asarray(expert_ids)
+    if isinstance(expert_ids, Tracer) or reads_values(expert_ids):
+        check_experts(op, "expert_ids", expert_ids, num_experts)
+    return ops.sort_by_expert(clip_experts(expert_ids.reshape(-1), num_experts), num_experts)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

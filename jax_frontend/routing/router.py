@@ -16,12 +16,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.export import register_namedtuple_serialization
 
 from ...core_kernels.launch import fail
 from ...core_kernels.policy.router import RouterConfig, check_router
 from .. import ops
 from ..ops.call import jitted
-from ..ops.checks import check_floats, check_integers, check_matrix, check_shape, check_values, reads_values
+from ..ops.checks import (
+    check_experts,
+    check_floats,
+    check_integers,
+    check_matrix,
+    check_shape,
+    check_values,
+    clip_experts,
+    reads_values,
+)
 from ..ops.derivatives import arguments
 from ..ops.shapes import Float, Float32, Int
 
@@ -45,6 +55,9 @@ class Routing(NamedTuple):
     experts: jax.Array
     weights: jax.Array
     shares: jax.Array
+
+
+register_namedtuple_serialization(Routing, serialized_name="mxep.Routing")
 
 
 # --- logits ---------------------------------------------------------------------------------------------
@@ -86,7 +99,7 @@ def tokens_and_logits(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -
     else:
         # The default precision of a GPU is tf32, whose 10 bits choose other experts than fp32.
         logits = jnp.matmul(x.astype(jnp.float32), weight.astype(jnp.float32).T, precision="highest")
-    return x, logits if bias is None else logits + bias.astype(jnp.float32)
+    return x, logits if bias is None else logits + bias.astype(jnp.float32)[None]
 
 
 # --- the choice -------------------------------------------------------------------------------------------
@@ -180,16 +193,15 @@ def check_chosen(op: str, x: jax.Array, num_experts: int, experts: jax.Array | N
     if experts.ndim != x.ndim or experts.shape[:-1] != x.shape[:-1] or not experts.shape[-1]:
         fail(ValueError, op, "experts", f"shape {experts.shape}", f"allowed: {(*x.shape[:-1], 'k')}, k above 0")
     check_shape(op, "weights", weights, experts.shape, "experts'", "float32")
-    most = min(num_experts - 1, jnp.iinfo(experts.dtype).max)  # of uint8, 256 would be 0
-    ok = ((experts >= 0) & (experts <= most)).all()
-    check_values(ok, op, "experts", experts, f"allowed: 0 to {num_experts - 1}")
+    check_experts(op, "experts", experts, num_experts)
 
 
 def external_routing(num_experts: int, experts: jax.Array | None, weights: jax.Array | None) -> Routing | None:
-    """Experts and weights that the caller of a layer has chosen, or None without both. shares are zeros."""
+    """Experts and weights that the caller of a layer has chosen, or None without both. shares are zeros. `check_chosen`
+    has reported experts that do not exist."""
     if experts is None or weights is None:
         return None
-    flat = jnp.asarray(experts).reshape(-1, experts.shape[-1]).astype(jnp.int32)
+    flat = clip_experts(jnp.asarray(experts).reshape(-1, experts.shape[-1]), num_experts)
     return Routing(flat, jnp.asarray(weights).reshape(flat.shape), jnp.zeros(num_experts, jnp.float32))
 
 
@@ -235,6 +247,6 @@ def update_selection_bias(
     if not 0 < rate < float("inf"):
         fail(ValueError, op, "rate", rate, "allowed: positive finite numbers")
     if isinstance(counts, Tracer) or reads_values(counts):
-        check_values((counts >= 0).all(), op, "counts", counts, "allowed: counts of at least 0")
+        check_values(counts >= 0, op, "counts", counts, "allowed: counts of at least 0")
     load = jnp.asarray(counts).astype(jnp.float32)
     return jax.lax.stop_gradient(selection_bias + rate * jnp.sign(load.mean() - load))

@@ -5,6 +5,7 @@ as rows."""
 from typing import Any, NamedTuple
 
 import jax
+from jax.export import register_namedtuple_serialization
 
 from ....core_kernels.formats import Rounding
 from ....core_kernels.policy.recipe import Form
@@ -21,6 +22,9 @@ class Blockwise(NamedTuple):
 
     q: jax.Array
     sf: jax.Array
+
+
+register_namedtuple_serialization(Blockwise, serialized_name="mxep.Blockwise")
 
 
 class BlockForm(NamedTuple):

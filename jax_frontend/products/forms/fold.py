@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.export import register_namedtuple_serialization
 
 from ....core_kernels.formats import WEIGHT_HEADROOM, Rounding
 from ....core_kernels.policy.recipe import Form
@@ -27,6 +28,9 @@ class Folded(NamedTuple):
 
     q: jax.Array
     sf: jax.Array
+
+
+register_namedtuple_serialization(Folded, serialized_name="mxep.Folded")
 
 
 def folded_mm(

@@ -199,7 +199,7 @@ def bias_unfused(
 def bias_of_rows(bias: jax.Array, ends: jax.Array, rows: int) -> jax.Array:
     """bias (G, N) -> (rows, N), the bias of each row's group; zeros past the last end."""
     row = jnp.arange(rows, dtype=ends.dtype)
-    group = (row[:, None] >= ends).sum(1, dtype=jnp.int32)  # not jnp.searchsorted, see ep.plan_exchange
+    group = (row[:, None] >= ends[None]).sum(1, dtype=jnp.int32)  # not jnp.searchsorted, see ep.plan_exchange
     return jnp.pad(bias, ((0, 1), (0, 0)))[group]
 
 

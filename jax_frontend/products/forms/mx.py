@@ -6,6 +6,7 @@ Hopper's tensor cores take no scales per 32: there an operand is dequantized onc
 from typing import Any, NamedTuple
 
 import jax
+from jax.export import register_namedtuple_serialization
 
 from ....core_kernels.formats import Rounding
 from ....core_kernels.policy.recipe import Form
@@ -20,6 +21,9 @@ class Upcast(NamedTuple):
     """MX dequantized to bf16, the operand on sm_90."""
 
     x: jax.Array
+
+
+register_namedtuple_serialization(Upcast, serialized_name="mxep.Upcast")
 
 
 def mx_tokens(x: Any, rounding: Rounding) -> MX:

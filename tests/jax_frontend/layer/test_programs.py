@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mxep.jax_frontend import (
     MoEConfig,
+    MXArray,
     RouterConfig,
     SharedExpert,
     export_checks,
@@ -20,7 +21,10 @@ from mxep.jax_frontend import (
     lower_for,
     moe,
     ops,
+    quantize_weights,
+    route,
     save_mx_rows,
+    sort_by_expert,
 )
 from mxep.jax_frontend.ops import remat
 
@@ -49,6 +53,32 @@ def test_a_program_is_serialized_as_it_is() -> None:
     forward = export.export(jax.jit(loss), disabled_checks=export_checks())(PARAMS, X)
     again = jax.grad(export.deserialize(forward.serialize(vjp_order=1)).call)(PARAMS, X)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), again, want)
+
+
+MX = MXArray.quantize(X)
+PRODUCT = {"group_ends": ENDS, "out_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments"),
+    [
+        (lambda params, x: moe.apply(params, x, CONFIG), (PARAMS, X)),
+        (lambda x, w: (x, grouped_mm(x, w, **PRODUCT)), (MX, W)),
+        (lambda x, w: grouped_mm(x, w, recipe="bf16", **PRODUCT), (X, quantize_weights(W, "bf16"))),
+        (lambda x, w: grouped_mm(x, w, **PRODUCT), (X, quantize_weights(W))),
+        (lambda x, w: grouped_mm(x, w, **PRODUCT), (X, quantize_weights(W, frozen=True))),
+        (lambda x, w: grouped_mm(x, w, recipe="fp8_rowwise", **PRODUCT), (X, quantize_weights(W, "fp8_rowwise"))),
+        (lambda x, w: grouped_mm(x, w, recipe="fp8_blockwise", **PRODUCT), (X, quantize_weights(W, "fp8_blockwise"))),
+        (lambda x: (route(x, RouterConfig(2)), ops.quantize_both(x)), (X,)),
+    ],
+    ids=["MoEStats", "MXArray", "bf16", "mxfp8", "frozen", "fp8_rowwise", "fp8_blockwise", "route"],
+)
+def test_arguments_and_results_of_this_package_are_serialized(run, arguments: tuple) -> None:
+    run = jax.jit(run)
+    data = export.export(run, disabled_checks=export_checks())(*arguments).serialize()
+    got, want = export.deserialize(data).call(*arguments), run(*arguments)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def symbolic(symbols: str, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -93,6 +123,8 @@ def test_where_a_number_of_tokens_is_part_of_the_program() -> None:
     (rows,), sizes = export.symbolic_shape("n"), jnp.zeros(4, jnp.int32)
     with pytest.raises(NotImplementedError, match=r"^row_map: rank_rows: got n, a symbol of jax.export; allowed: a n"):
         jax.eval_shape(partial(ops.row_map, num_rows=2 * rows, num_local_experts=2, rank_rows=rows), sizes)
+    with pytest.raises(NotImplementedError, match=r"^sort_by_expert: num_experts: got n, a symbol of jax.export"):
+        jax.eval_shape(partial(sort_by_expert, num_experts=rows), sizes)
     on_gpus = {"platforms": ["cuda"], "disabled_checks": export_checks()}
     product = jax.jit(lambda x, w: grouped_mm(x, w, ENDS, recipe="bf16"))
     with lower_for("sm_90"):

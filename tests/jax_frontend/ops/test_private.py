@@ -67,6 +67,36 @@ def test_without_a_name_the_same_check_runs(hidden: str) -> None:
         np.testing.assert_array_equal(jax.jit(lambda ends: product(ends))(GOOD), want)
 
 
+def check_range(values: jax.Array) -> jax.Array:
+    checks.check_values(values < 8, "op", "values", values, "allowed: below 8")
+    return values
+
+
+VALUES = jnp.zeros((300, 2), "uint8").at[200, 1].set(8).at[250].set(9)
+
+
+@pytest.mark.parametrize("hidden", ["", *NAMES[:1]], ids=["private", "public"])
+def test_the_first_wrong_value_and_its_index_are_reported(hidden: str) -> None:
+    """Of two dims, of one, under vmap with the index of the batch, and of no value at all."""
+    with mock.patch.object(checks, "check_later", without(hidden).check_later if hidden else private.check_later):
+        checked = checkify.checkify(jax.jit(lambda values: check_range(values)))
+        for values, where in ((VALUES, r"\(200, 1\)"), (VALUES[:, 1], "200")):
+            message = rf"op: values: got 8 at index {where}; allowed: below 8"
+            with pytest.raises(ValueError, match=message):
+                check_range(values)
+            with pytest.raises(checkify.JaxRuntimeError, match=message):
+                checked(values)[0].throw()
+        assert checked(VALUES[:200])[0].get() is None
+        assert checked(VALUES[:0])[0].get() is None
+
+
+def test_under_vmap_the_index_begins_with_the_batch() -> None:
+    for dim, what in ((0, r"8 at index \(200, 1\)"), (1, r"9 at index \(0, 250\)")):
+        error, _ = checkify.checkify(jax.vmap(check_range, dim))(VALUES)
+        with pytest.raises(checkify.JaxRuntimeError, match=rf"op: values: got {what}; allowed: below 8"):
+            error.throw()
+
+
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_no_other_file_names_a_private_part_of_jax(path: Path) -> None:
     assert path == SOURCE or not re.search(r"\bjax\._src\b|from jax\S* import _|\bjax(\.\w+)*\._\w", path.read_text())

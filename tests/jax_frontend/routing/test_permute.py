@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 from mxep.jax_frontend import (
     MXArray,
     TokenReplicas,
@@ -99,6 +100,20 @@ def test_ids_are_of_slots_or_of_tokens(shape: tuple[int, ...]) -> None:
         ValueError, match=r"sort_by_expert: expert_ids: got shape \(.*\); allowed: \(T, top_k\) or \(S,\)"
     ):
         sort_by_expert(jnp.zeros(shape, int), 2)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "int8"])
+def test_ids_of_no_expert_are_clipped_inside_jit(dtype: str) -> None:
+    """Eager calls and checkify report them. 400 experts are more than an id of 8 bits can name."""
+    ids = jnp.array([[1, 0], [1, 9]], dtype)
+    sort = jax.jit(lambda ids: sort_by_expert(ids, 4))
+    jax.tree.map(np.testing.assert_array_equal, sort(ids), sort_by_expert(jnp.clip(ids, 0, 3), 4))
+    jax.tree.map(np.testing.assert_array_equal, sort_by_expert(ids, 400), sort_by_expert(ids.astype("int32"), 400))
+    message = r"sort_by_expert: expert_ids: got 9 at index \(1, 1\); allowed: 0 to 3"
+    with pytest.raises(ValueError, match=message):
+        sort_by_expert(ids, 4)
+    with pytest.raises(checkify.JaxRuntimeError, match=message):
+        checkify.checkify(sort)(ids)[0].throw()
 
 
 def test_the_rows_bring_their_group_ends() -> None:

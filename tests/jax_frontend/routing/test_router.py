@@ -10,7 +10,7 @@ from jax.experimental import checkify
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from mxep.core_kernels.reference import choice
-from mxep.jax_frontend import MoEConfig, RouterConfig, SharedExpert, moe, route, update_selection_bias
+from mxep.jax_frontend import MoEConfig, MoEStats, RouterConfig, SharedExpert, moe, route, update_selection_bias
 from mxep.jax_frontend.layer.moe_layer import route_tokens
 from mxep.jax_frontend.routing.router import check_chosen, tokens_and_logits
 
@@ -170,9 +170,18 @@ def test_negative_counts_are_reported_under_checkify() -> None:
     assert update(jnp.array([3, -1])).tolist() == [-0.25, 0.25]
     error, _ = checkify.checkify(update)(jnp.array([3, -1]))
     with pytest.raises(
-        checkify.JaxRuntimeError, match=r"update_selection_bias: counts: got \[ 3 -1\]; allowed: counts"
+        checkify.JaxRuntimeError, match=r"update_selection_bias: counts: got -1 at index 1; allowed: counts"
     ):
         error.throw()
+
+
+def test_experts_that_do_not_exist_are_clipped_inside_jit() -> None:
+    params, x, weights = moe.init(jax.random.key(0), config()), normal(3, DIM, dtype="float32"), jnp.ones((3, 2))
+    run = jax.jit(lambda experts: moe.apply(params, x, config(), experts=experts, weights=weights))
+    bad = jnp.array([[0, -3], [EXPERTS, 1], [2, 2**31 - 1]])
+    jax.tree.map(np.testing.assert_array_equal, run(bad), run(jnp.clip(bad, 0, EXPERTS - 1)))
+    with pytest.raises(checkify.JaxRuntimeError, match=r"moe.apply: experts: got -3 at index \(0, 1\); allowed: 0 to"):
+        checkify.checkify(run)(bad)[0].throw()
 
 
 LOGITS, ONES = jnp.zeros((3, 8)), jnp.ones((3, 2))
@@ -210,7 +219,10 @@ def layer(**arguments) -> object:
                            config(shared=SharedExpert(32)))),
         (ValueError, r"moe.apply: weights: got None; allowed: an array with experts", lambda: layer(experts=IDS)),
         (ValueError, r"moe.apply: experts: got shape \(2, 2\)", lambda: layer(experts=IDS[:2], weights=ONES)),
-        (ValueError, r"(?s)moe.apply: experts: got .*; allowed: 0 to 7", lambda: layer(experts=8 * IDS, weights=ONES)),
+        (ValueError, r"moe.apply: experts: got 8 at index \(1, 1\); allowed: 0 to 7",
+         lambda: layer(experts=IDS.at[1:, 1].set(8), weights=ONES)),
+        (ValueError, r"MoEStats.metrics: counts: got shape \(2, 8\); allowed: \(E,\), of one layer; take layer i",
+         lambda: MoEStats(jnp.zeros((2, 8), int), ONES[0], IDS[0]).metrics(32)),
         (ValueError, r"moe.apply: selection_bias: got an array; allowed: None with experts",
          lambda: layer(experts=IDS, weights=ONES, selection_bias=LOGITS[0])),
         (ValueError, r"moe.apply: selection_bias: got an array; allowed: None, or RouterConfig\(selection_bias=True\)",
@@ -219,7 +231,7 @@ def layer(**arguments) -> object:
          lambda: moe.apply(moe.init(jax.random.key(0), config()), jnp.zeros((3, DIM)), config(selection_bias=True))),
         (ValueError, r"update_selection_bias: counts: got shape \(2,\)",
          lambda: update_selection_bias(jnp.zeros(3), jnp.ones(2, int), 0.1)),
-        (ValueError, r"update_selection_bias: counts: got \[ 3 -1\]; allowed: counts of at least 0",
+        (ValueError, r"update_selection_bias: counts: got -1 at index 1; allowed: counts of at least 0",
          lambda: update_selection_bias(jnp.zeros(2), jnp.array([3, -1]), 0.1)),
         (ValueError, r"update_selection_bias: rate: got 0", lambda: update_selection_bias(ONES[0], IDS[0], 0)),
     ],
