@@ -1,6 +1,6 @@
 """Cases of the family `grouped_gemm`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -352,7 +352,7 @@ def _codes(rng: Rng, large: Array, shape: tuple[int, ...]) -> Array:
     return (magnitude | rng.integers(0, 2, shape) << 7).astype(np.uint8)
 
 
-def _scales(large: Array, shape: tuple[int, ...], *nan: tuple[int, ...]) -> Array:
+def _scales(large: Array, shape: tuple[int, ...], nan: Sequence[tuple[int, ...]]) -> Array:
     """nan: indices of the NaN scales."""
     i = np.indices(shape).sum(0) % len(_LARGE)
     sf = np.where(large, _LARGE[i], _SMALL[i])
@@ -367,16 +367,16 @@ def _extreme_mm(name: str, blocks: tuple[int, ...] = (), second: bool = False) -
     rng, shift, groups = seeded(name), 2 * second, len(_ENDS)
     lhs, rhs = (_LARGE_ROWS ^ second)[:, None], ~(_LARGE_GROUPS ^ second)[:, None, None]
     first, last = (0,) * len(blocks), tuple(n - 1 for n in blocks)
-    lhs_sf = _scales(lhs if blocks else lhs[:, 0], (128, *blocks), (5 + shift, *last), (40 + shift, *first))
-    nan = (0, 7 + shift, *last), (1, 9 + shift, *first)
-    rhs_sf = _scales(rhs if blocks else rhs[..., 0], (groups, 32, *blocks), *nan)
+    lhs_sf = _scales(lhs if blocks else lhs[:, 0], (128, *blocks), [(5 + shift, *last), (40 + shift, *first)])
+    nan = [(0, 7 + shift, *last), (1, 9 + shift, *first)]
+    rhs_sf = _scales(rhs if blocks else rhs[..., 0], (groups, 32, *blocks), nan)
     return _codes(rng, lhs, (128, 64)), lhs_sf, _codes(rng, rhs, (groups, 32, 64)), rhs_sf
 
 
 def _extreme_blockwise(name: str, second: bool = False) -> Arrays:
     """fp32 scales from 2^-126 on. The scale of the weights of the fourth or the second group is NaN."""
     lhs, lhs_sf, rhs, _ = _extreme_mm(name, (1,), second)
-    rhs_sf = _scales(~(_LARGE_GROUPS ^ second)[:, None, None], (len(_ENDS), 1, 1), (1 if second else 3, 0, 0))
+    rhs_sf = _scales(~(_LARGE_GROUPS ^ second)[:, None, None], (len(_ENDS), 1, 1), [(1 if second else 3, 0, 0)])
     exponents = [np.maximum(sf.astype(np.int32), 1) - E8M0_BIAS for sf in (lhs_sf, rhs_sf)]
     numbers = [np.where(e == E8M0_NAN - E8M0_BIAS, np.nan, np.ldexp(1.0, e)).astype(F32) for e in exponents]
     return lhs, numbers[0], rhs, numbers[1]
@@ -385,8 +385,8 @@ def _extreme_blockwise(name: str, second: bool = False) -> Arrays:
 def _extreme_wgrad(name: str, large: Array, slots: int, nan: bool) -> Arrays:
     """lhs (32, 128), rhs (64, 128) along the tokens, scales (32, slots) and (64, slots)."""
     rng, indices = seeded(name), [[(5, 0), (9, 1)], [(7, 0), (11, 1)]] if nan else [[], []]
-    lhs = _codes(rng, _LARGE_ROWS, (32, 128)), _scales(large, (32, slots), *indices[0])
-    return *lhs, _codes(rng, ~_LARGE_ROWS, (64, 128)), _scales(~large, (64, slots), *indices[1])
+    lhs = _codes(rng, _LARGE_ROWS, (32, 128)), _scales(large, (32, slots), indices[0])
+    return *lhs, _codes(rng, ~_LARGE_ROWS, (64, 128)), _scales(~large, (64, slots), indices[1])
 
 
 def _extreme_scales() -> dict[str, Arrays]:
