@@ -32,7 +32,8 @@ def sort_kernel(
 
 @triton.jit
 def _is_inside(at, size):
-    """Counts that are negative, or exceed the buffers, break the contract; nothing is read or written outside."""
+    """Counts that are negative, or exceed the buffers, break the contract: nothing is read or written outside, and no
+    loop is longer than the buffers."""
     return (at >= 0) & (at < size)
 
 
@@ -79,7 +80,7 @@ def row_map_kernel(
     else:
         source += tl.sum(tl.where(r < rank, n, 0))
         slack_end = tl.where(last_expert & last_rank, NUM_ROWS, 0)
-    for i in range(0, count, BLOCK_M):
+    for i in range(0, tl.minimum(count, P), BLOCK_M):
         j = i + tl.arange(0, BLOCK_M)
         received = (j < count) & _is_inside(source + j, NUM_ROWS)
         padded = (j < count) & _is_inside(target + j, P)
@@ -110,7 +111,7 @@ def slot_map_kernel(
     count = tl.sum(tl.where(e == expert, n, 0), 0)
     source = tl.sum(tl.where(e < expert, n, 0), 0)
     target = end - size
-    for i in range(0, count, BLOCK_M):
+    for i in range(0, tl.minimum(count, P), BLOCK_M):
         j = i + tl.arange(0, BLOCK_M)
         slot = tl.load(order + source + j, mask=(j < count) & _is_inside(source + j, S), other=-1)
         padded, exists = (j < count) & _is_inside(target + j, P), _is_inside(slot, S)

@@ -43,7 +43,7 @@ def test_row_map(triton_op, counts, experts, slack, alignment):
     check_equal(routing.row_map, got, oracle.row_map(counts, **options))
 
 
-BROKEN_COUNTS = [100, 200], [300, 200], [-100, 5], [5, -100], [2**30, 2**30, 5], [-(2**31), -1, 7]
+BROKEN_COUNTS = [100, 200], [300, 200], [-100, 5], [5, -100], [2**29, 2**29, 5]
 
 
 @pytest.mark.parametrize("counts", BROKEN_COUNTS, ids=str)
