@@ -9,6 +9,7 @@
 
 #include <array>
 #include <cmath>
+#include <memory>
 
 #include "cpu/mx_math.h"
 #include "cpu/ops.h"
@@ -118,8 +119,11 @@ void for_each_strip(const Result (&results)[N], const Array& gate, int64_t end_r
   const int64_t m = gate.dim(0), f = gate.dim(1), height = results[0].q_t ? kStripRows : 8;
   const int64_t strips = (end_row + height - 1) / height;
   parallel_ranges(strips, height * f * 2 * static_cast<int64_t>(sizeof(bf16)), [=](int64_t begin, int64_t end) {
-    alignas(64) static thread_local bf16 buffer[N * kScratch];
-    bf16* scratch = buffer;
+    struct alignas(64) Scratch {
+      bf16 values[N * kScratch];
+    };
+    const auto buffer = std::make_unique_for_overwrite<Scratch>();
+    bf16* scratch = buffer->values;
     for (int64_t s = begin; s < end; ++s) {
       const int64_t top = s * height, rows = std::min(height, end_row - top);
       vectorized([&]() MXEP_ALWAYS_INLINE { compute_strip(results, scratch, top, rows, m, f, rule, compute); });
