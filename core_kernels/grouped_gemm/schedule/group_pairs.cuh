@@ -7,7 +7,7 @@
 //   end              10   10   10   12                  one load
 //   rows             10    0    0    2                  from the largest end before (scan)
 //   pairs             3    0    0    3                  tile_choice.h
-//   last pair         3    3    3    6                  scan; the first lane whose last pair is past a number has it
+//   pairs so far      3    3    3    6                  scan; of pair n it is the first group with more than n
 //
 // K-grouped, lpt_schedule.cuh has listed the pairs.
 #pragma once
@@ -49,21 +49,21 @@ class MGroupedPairs {
         rows_(rows),
         cols_(cols),
         step_(step),
-        next_(first_pair),
         first_(first_group - kLanes),
+        next_(first_pair),
         end_(first_group ? end_of(first_group - 1, 0) : 0) {}
 
   __device__ bool next(GroupPair* found) {
-    uint32_t after;
-    while ((after = __ballot_sync(~0u, next_ < last_pair_)) == 0) {
-      next_ -= __shfl_sync(~0u, last_pair_, kLanes - 1);
+    uint32_t lanes;
+    while ((lanes = __ballot_sync(~0u, next_ < pairs_so_far_)) == 0) {
+      next_ -= __shfl_sync(~0u, pairs_so_far_, kLanes - 1);
       first_ += kLanes;
       if (first_ >= groups_) return false;
       enter(__shfl_sync(~0u, end_, kLanes - 1));
     }
-    const int lane = __ffs(after) - 1;
+    const int lane = __ffs(lanes) - 1;
     const int begin = __shfl_sync(~0u, begin_, lane), end = __shfl_sync(~0u, end_, lane);
-    const int before = __shfl_sync(~0u, last_pair_, lane) - pairs_of(end - begin);
+    const int before = __shfl_sync(~0u, pairs_so_far_, lane) - pairs_of(end - begin);
     *found = {first_ + lane, begin, end, next_ - before, true};
     next_ += step_;
     return true;
@@ -85,14 +85,15 @@ class MGroupedPairs {
     end_ = scan_lanes(group < groups_ ? end_of(group, begin) : begin, [](int a, int b) { return max(a, b); });
     begin_ = __shfl_up_sync(~0u, end_, 1);
     if (lane == 0) begin_ = begin;
-    last_pair_ = scan_lanes(pairs_of(end_ - begin_), [](int a, int b) { return a + b; });
+    pairs_so_far_ = scan_lanes(pairs_of(end_ - begin_), [](int a, int b) { return a + b; });
   }
 
   const int32_t* group_ends_;
   int groups_, rows_, cols_, step_;
-  int next_, first_;  // counted from the first pair of lane 0's group, which is first_
-  int begin_, end_;   // of the lane's group
-  int last_pair_ = 0;
+  int first_;             // the group of lane 0
+  int next_;              // the next pair, counted from the first one of that group
+  int begin_, end_;       // of the lane's group
+  int pairs_so_far_ = 0;  // of the groups from first_ to the lane's
 };
 
 // `pairs`: of every group.

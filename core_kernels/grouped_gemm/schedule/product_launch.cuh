@@ -14,8 +14,8 @@
 
 namespace mxep::cuda::sm90 {
 
-constexpr int kStages = 4;  // of 48 KiB; more do not fit
-constexpr int kLoaders = 1;
+constexpr int kStages = 4;   // of 48 KiB; more do not fit
+constexpr int kLoaders = 1;  // threads that load the tiles of the queue
 constexpr int kWarpgroup = 128, kComputing = 2 * kWarpgroup, kThreads = kWarpgroup + kComputing;
 
 // out: (rows, cols), or (groups, rows, cols). depth: K, or the number of tokens.
