@@ -4,7 +4,7 @@
             '-JAX---> y and gradients --SQNR against bf16--> in a row:  JAX | torch | recipe bf16 | plain torch bf16 |
                                                                          ragged_dot
     torch, captured --replay--> y and gradients --SQNR--> events:    replay | replay of plain torch bf16
-                                                          in a row:  the same
+                                                          in a row:  the same | replay of recipe bf16
     torch, SonicMoE --y and gradients, SQNR--> in a row:     run | SonicMoE | recipe bf16 | plain torch bf16
 
 Every line has the peak memory of both sides, and of back-to-back steps, forward and backward, the joules of both sides.
@@ -132,15 +132,18 @@ def captured(step: Callable[[], Tensors]) -> tuple[Callable[[], object], Tensors
 
 
 def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each) -> Iterator[Line]:
-    """Forward and backward of torch's layer and of the plain one, both in a CUDA graph: replayed with pauses, and as in
-    training, one replay after the other."""
+    """Forward and backward of torch's layer, of recipe bf16 and of the plain one, each in a CUDA graph: our layer and
+    the plain one replayed with pauses, and all of them as in training, one replay after the other."""
     op = "moe_layer_fwd_bwd"
-    ours, plain = (torch_programs(layer(inputs), inputs)[op] for layer in (our_torch_layer, plain_torch_layer))
-    (replay, outputs, peak), (replay_plain, _, plain_peak) = captured(ours), captured(plain)
-    replay()
-    found, peaks = Found(check(inputs, reference, outputs), peak), {PLAIN: plain_peak}
-    replays, end = {"run": replay, PLAIN: replay_plain}, torch_end(device)
-    yield from layer_lines(inputs, op, "torch", GRAPH, each(replays), found, peaks)
+    layers = {"run": our_torch_layer, PLAIN: plain_torch_layer, RECIPE_BF16: recipe_bf16_layer}
+    graphs = {name: captured(torch_programs(layer(inputs), inputs)[op]) for name, layer in layers.items()}
+    replays, peaks, end = {}, {}, torch_end(device)
+    for name, (replay, _, peaks[name]) in graphs.items():
+        replays[name] = replay
+        replay()
+    check(inputs, reference, graphs[RECIPE_BF16][1])
+    found = Found(check(inputs, reference, graphs["run"][1]), peaks["run"])
+    yield from layer_lines(inputs, op, "torch", GRAPH, each({n: replays[n] for n in ("run", PLAIN)}), found, peaks)
     in_a_row = device_timing.in_a_row({name: (run, end) for name, run in replays.items()})
     yield from layer_lines(inputs, op, "torch", GRAPH | IN_A_ROW, in_a_row, found, peaks)
 
