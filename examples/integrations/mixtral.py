@@ -216,7 +216,9 @@ def read_config(folder: Path) -> tuple[MixtralConfig, dict[str, Path]]:
         if getattr(config, field) != allowed:
             raise ValueError(f"--model: got {field} = {getattr(config, field)!r}; allowed: {allowed!r}")
     files = files_of(folder)
-    names = [f"model.layers.{i}.block_sparse_moe.gate.weight" for i in range(config.num_hidden_layers)]
+    experts = [f"experts.{i}.{w}" for i in range(config.num_local_experts) for w in ("w1", "w2", "w3")]
+    layers = [f"model.layers.{i}.block_sparse_moe" for i in range(config.num_hidden_layers)]
+    names = [f"{layer}.{part}.weight" for layer in layers for part in ("gate", *experts)]
     absent = [name for name in (*names, "lm_head.weight") if name not in files or not files[name].is_file()]
     if absent:
         allowed = "allowed: safetensors with the names of the hub; save_pretrained writes them"

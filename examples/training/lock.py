@@ -43,14 +43,13 @@ def check_new(out: Path, resume: bool) -> None:
         raise ValueError(f"--out: {out} already holds a run; pass --resume to continue it, or another folder")
 
 
-def remove_run(out: Path) -> None:
-    """Delete a run, but not its lock. Raises ValueError while the run goes on."""
+def move_run(out: Path, to: Path) -> None:
+    """Move a run, but not its lock, into another folder. Raises ValueError while the run goes on."""
     with lock_folder(out):
+        to.mkdir(exist_ok=True)
         for path in out.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != LOCK_NAME:
-                path.unlink()
+            if path.name != LOCK_NAME:
+                shutil.move(path, to / path.name)
 
 
 @contextmanager

@@ -3,11 +3,13 @@
     make train        on a CPU: torch (torchrun, 2 processes) and jax (one process, 2 devices), 60 steps each
     make train-gpu    on one GPU: every recipe, 500 steps each
 
-All runs start from the same weights and train on the same batches. Flags that are not listed go to every run.
+All runs start from the same weights and train on the same batches. Flags that are not listed go to every run. A run of
+an earlier call is deleted when the new one has begun to train; until then it is in DIR/NAME.before.
 """
 
 import argparse
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -21,7 +23,7 @@ from .checkpoint import load_weights
 from .config import LOG_NAME
 from .data import Text
 from .flags import DEFAULT_RECIPE, parse_args, parser
-from .lock import remove_run
+from .lock import move_run
 from .plot_curves import FRAMEWORKS, REFERENCE
 from .ranks import run
 from .runlog import read_log
@@ -48,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for framework in args.frameworks:
         for recipe in args.recipes:
             out = args.out / f"{framework}-{recipe}"
+            before = out.with_name(f"{out.name}.before")
             if not args.resume and (out / LOG_NAME).exists():
+                shutil.rmtree(before, ignore_errors=True)
                 try:
-                    remove_run(out)
+                    move_run(out, before)
                 except ValueError as error:
                     sys.exit(f"train_all: error: {error}")
             launcher = torchrun if framework == "torch" else ()
@@ -62,6 +66,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                 env=os.environ | {"OMP_NUM_THREADS": "1"} if framework == "torch" else None,
                 capture=False,
             )
+            if before.exists():
+                if not (out / LOG_NAME).exists():  # it did not begin, for want of a GPU perhaps
+                    move_run(before, out)
+                shutil.rmtree(before)
             if status:
                 failed.append(out.name)
                 continue

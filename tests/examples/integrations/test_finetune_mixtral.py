@@ -173,6 +173,9 @@ def test_bad_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     _, files = mixtral.read_config(folder)
     with pytest.raises(ValueError, match=r"w1.weight of shape \(96, 64\); allowed: \(128, 64\), by config.json"):
         mixtral.weight("model.layers.0.mlp.experts.w1", (8, 128, 64), mixtral.checkpoint_weights(files, CPU))
+    changed(num_local_experts=9)
+    assert "without model.layers.0.block_sparse_moe.experts.8.w1.weight; allowed: safetensors" in refused(model, capsys)
+    changed(num_local_experts=8)
     for path in folder.glob("*.safetensors"):
         path.unlink()
     assert "without model.layers.0.block_sparse_moe.gate.weight; allowed: safetensors" in refused(model, capsys)

@@ -12,7 +12,7 @@ import pytest
 
 from examples.training import train_all, train_torch
 from examples.training.config import LOG_NAME
-from examples.training.lock import LOCK_NAME, lock_folder, remove_run
+from examples.training.lock import LOCK_NAME, lock_folder, move_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -76,7 +76,8 @@ def test_a_second_run_says_so_in_every_process_and_leaves_the_first_one_alone(ru
 
 def test_runs_that_start_over_leave_one_that_goes_on_alone(running):
     with pytest.raises(ValueError, match="is in use by the run of process"):
-        remove_run(running)
+        move_run(running, running.with_name("elsewhere"))
+    assert not running.with_name("elsewhere").exists()
     out = running.with_name(f"{running.name}-all")
     out.mkdir()
     (out / "torch-bf16").symlink_to(running)
@@ -96,8 +97,10 @@ def test_a_run_that_began_and_ended_since_the_flags_were_read_is_kept(tmp_path, 
     lock_folder(tmp_path).close()
 
 
-def test_a_run_that_starts_over_is_removed_but_for_its_lock(tmp_path):
-    (tmp_path / LOG_NAME).touch()
-    (tmp_path / "step-000005").mkdir()
-    remove_run(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [LOCK_NAME]
+def test_a_run_that_starts_over_is_moved_but_for_its_lock(tmp_path):
+    out, to = tmp_path / "torch-bf16", tmp_path / "torch-bf16.before"
+    (out / "step-000005").mkdir(parents=True)
+    (out / LOG_NAME).touch()
+    move_run(out, to)
+    assert [path.name for path in out.iterdir()] == [LOCK_NAME]
+    assert sorted(path.name for path in to.iterdir()) == [LOG_NAME, "step-000005"]

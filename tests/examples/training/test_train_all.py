@@ -84,6 +84,22 @@ def test_a_bad_flag_costs_nothing(commands, tmp_path, capsys, framework, flags, 
     assert (tmp_path / f"{framework}-bf16" / "log.jsonl").exists()
 
 
+def test_a_run_that_does_not_begin_leaves_the_one_before(commands, tmp_path, monkeypatch):
+    """Without the GPU that a flag asks for, for example; a run that begins takes its place."""
+    out, given = tmp_path / "torch-bf16", ["--out", str(tmp_path), "--frameworks", "torch", "--recipes", "bf16"]
+    train_all.main(given)
+    (out / "step-000002").mkdir()
+    began = train_all.run
+    monkeypatch.setattr(train_all, "run", lambda command, env, capture: (1, ""))
+    with pytest.raises(SystemExit, match="failed: torch-bf16"):
+        train_all.main(given)
+    assert {path.name for path in out.iterdir()} == {"log.jsonl", "step-000002", "lock"}
+    monkeypatch.setattr(train_all, "run", began)
+    train_all.main(given)
+    assert {path.name for path in out.iterdir()} == {"log.jsonl", "lock"}
+    assert [path.name for path in tmp_path.iterdir()] == ["torch-bf16"]
+
+
 def test_one_framework_is_not_compared(commands, tmp_path, capsys):
     train_all.main(["--out", str(tmp_path), "--frameworks", "jax"])
     assert "plot" not in commands
