@@ -71,7 +71,8 @@ def dispatch(
     Args:
         rows: (M, K) bf16 or fp32, sorted by expert; or TokenReplicas. K is a multiple of 32 if the recipe quantizes.
         counts: (E,) of an integer dtype, the rows of each expert; E is a multiple of the ranks, and rank r has the
-            experts [r E / ranks, (r + 1) E / ranks).
+            experts [r E / ranks, (r + 1) E / ranks). Inside jit on several ranks, counts that do not fit the rows are
+            clipped.
         recipe: a `Recipe` or its name. The MXFP8 recipes quantize the rows here and send packed bytes.
         axis_name: a mesh axis of the enclosing shard_map, or a tuple of them; None is one rank.
         capacity_factor: the most rows of a rank, relative to M, the mean if all ranks have M rows. Over an all-to-all

@@ -21,6 +21,7 @@ from ...core_kernels.policy.overflow import OnOverflow
 from ...core_kernels.policy.recipe import Recipe
 from ...core_kernels.routing.plan import padded_rows
 from ..ops import RowMap
+from ..ops.checks import clip_counts
 from ..ops.mesh import Axes, axis_size
 from ..products.gathers import HERE, gather, ungather
 from ..routing.overflow import capacity_of, nan_gradients
@@ -114,11 +115,9 @@ class Taken(NamedTuple):
 
 
 def share(rows: Any, counts: jax.Array, sizes: PeerSizes) -> Shared:
-    """The only collectives of an exchange, 4 bytes a row. Wrong counts are clipped: inside jit nothing checks them, and
-    a row must be in its rank's memory."""
+    """The only collectives of an exchange, 4 bytes a row."""
     num_rows, axis_name = sizes.num_rows, sizes.axis_name
-    ends = jnp.minimum(jnp.cumsum(jnp.clip(counts.astype(jnp.int32), 0, num_rows)), num_rows)
-    table = all_ranks(jnp.diff(ends, prepend=0)[None], axis_name)
+    table = all_ranks(clip_counts(counts, num_rows)[None], axis_name)
     if not isinstance(rows, TokenReplicas):
         return Shared(table, None, None)
     # A slot beyond the rows of its rank is the row of another; row -1 is the appended -1.

@@ -156,6 +156,12 @@ def clip_experts(ids: jax.Array, num_experts: int) -> jax.Array:
     return jnp.clip(ids, 0, _last(ids, num_experts)).astype(jnp.int32)
 
 
+def clip_counts(counts: jax.Array, num_rows: int) -> jax.Array:
+    """counts (E,) in int32, clipped to the rows that are left, for the reason of `clip_experts`."""
+    ends = jnp.minimum(jnp.cumsum(jnp.clip(counts.astype(jnp.int32), 0, num_rows)), num_rows)
+    return jnp.diff(ends, prepend=0)
+
+
 def _last(ids: jax.Array, num_experts: Any) -> Any:
     if is_symbolic_dim(num_experts):  # of jax.export; the kernel refuses it
         return num_experts - 1

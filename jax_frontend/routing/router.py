@@ -150,7 +150,7 @@ def route(
 
     Returns:
         The experts, their weights, and the shares. Of equal scores the lower expert is first. A NaN logit makes its
-        token's weights NaN.
+        token's weights NaN; of sigmoid scores without `normalize` only its expert's weight, and that expert is chosen.
 
     Raises:
         ValueError: For shapes and values that are not allowed.

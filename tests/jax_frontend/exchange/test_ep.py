@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from mxep.jax_frontend import MXArray, TokenReplicas, gather_rows, grouped_mm, ops
+from mxep.jax_frontend import MXArray, TokenReplicas, combine, dispatch, gather_rows, grouped_mm, ops
 from mxep.jax_frontend.exchange.all_to_all import plan_exchange
 from mxep.jax_frontend.exchange.rows import a2a_dispatch, permute, spread_rows
 from mxep.jax_frontend.integrations.torchao import (
@@ -174,6 +174,21 @@ def test_another_mesh_axis_may_be_automatic() -> None:
     specs = {"in_specs": (P("ep"), P("ep")), "out_specs": P("ep"), "axis_names": {"ep"}}
     run = jax.jit(jax.shard_map(there_and_back, mesh=mesh, **specs))
     np.testing.assert_array_equal(run(jnp.full(8, 3, jnp.int32), ROWS[: 2 * TOKENS]), ROWS[: 2 * TOKENS])
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_wrong_counts_are_clipped_inside_jit(capacity_factor: float | None) -> None:
+    """A kernel that raised on one rank would end the process, since the others wait for that rank."""
+
+    def there_and_back(counts, rows):
+        options = {"axis_name": "ep", "capacity_factor": capacity_factor, "on_overflow": "drop"}
+        groups, _, route = dispatch(rows, counts.reshape(-1), **options)
+        return combine(groups.dequantize(), route)
+
+    wrong, fitting = COUNTS.copy(), COUNTS.copy()
+    wrong[1], fitting[1] = [-3, 4, 2**31 - 1, 5, 0, 0, 0, -1], [0, 4, TOKENS - 4, 0, 0, 0, 0, 0]
+    for got, want in zip(per_rank(there_and_back, wrong, ROWS), per_rank(there_and_back, fitting, ROWS), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_without_an_axis_nothing_is_sent() -> None:
