@@ -410,6 +410,8 @@ def _to_copy(
 ) -> MXTensor:
     if layout not in (None, torch.strided):
         fail(NotImplementedError, str(func), "layout", layout, "allowed: torch.strided; call .dequantize() first")
+    if dtype not in (None, torch.bfloat16, torch.float32):
+        fail(TypeError, str(func), "dtype", dtype, "allowed: bfloat16 or float32; call .dequantize() first")
 
     # The bytes are independent of orig_dtype, so autograd may cast a gradient; else a copy is asked for.
     cast = dtype not in (None, mx.orig_dtype)

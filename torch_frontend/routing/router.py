@@ -239,7 +239,7 @@ def route(logits: Tensor, router: RouterConfig, *, selection_bias: Tensor | None
 
     Returns:
         The experts, their weights, and the shares. Of equal scores the lower expert is first. A NaN logit makes its
-        token's weights NaN.
+        token's weights NaN; of sigmoid scores without `normalize` only its expert's weight, and that expert is chosen.
 
     Raises:
         ValueError: For shapes, devices and values that are not allowed.

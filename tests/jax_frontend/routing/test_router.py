@@ -134,6 +134,14 @@ def test_experts_of_any_integer_dtype(dtype: str, num_experts: int) -> None:
         check_chosen("op", x, 3, experts, jnp.ones((2, 2)))
 
 
+def test_a_nan_logit() -> None:
+    logits = jnp.array([[0.0, 1.0, 5.0, jnp.nan]])
+    assert jnp.isnan(route(logits, RouterConfig(2, score_func="softmax")).weights).all()
+    assert jnp.isnan(route(logits, RouterConfig(2, score_func="sigmoid")).weights).all()
+    experts, weights, _ = route(logits, RouterConfig(2, score_func="sigmoid", normalize=False))
+    assert (experts.tolist(), jnp.isnan(weights).tolist()) == ([[3, 2]], [[True, False]])
+
+
 def test_experts_chosen_outside() -> None:
     """The layer's own choice, given to it, changes no bit of y."""
     params = moe.init(jax.random.key(0), config(router_bias=True))

@@ -64,6 +64,9 @@ def test_a_cast_keeps_the_bytes(x: Tensor) -> None:
     assert mx.float().q is mx.q
     assert mx.float().dtype == torch.float32
     assert x.type_as(mx).dtype == mx.dtype
+    for other in (torch.float16, torch.float64):
+        with pytest.raises(TypeError, match=r"got torch.float.*; allowed: bfloat16 or float32; call .dequantize"):
+            mx.to(other)
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,14 @@ def test_an_infinite_gradient_of_a_logit_stays_infinite() -> None:
     assert torch.equal(dx, torch.stack([0 * infinite.sign(), infinite, 0 * infinite.sign()]).bfloat16())
 
 
+def test_a_nan_logit() -> None:
+    logits = torch.tensor([[0.0, 1.0, 5.0, torch.nan]])
+    assert route(logits, RouterConfig(2, score_func="softmax")).weights.isnan().all()
+    assert route(logits, RouterConfig(2, score_func="sigmoid")).weights.isnan().all()
+    experts, weights, _ = route(logits, RouterConfig(2, score_func="sigmoid", normalize=False))
+    assert (experts.tolist(), weights.isnan().tolist()) == ([[3, 2]], [[True, False]])
+
+
 def test_a_forced_balance() -> None:
     moe = MoE(DIM, HIDDEN, EXPERTS, RouterConfig(TOP_K, force_balance=True), recipe="bf16")
     _, stats = moe(rows(40, DIM, dtype=torch.float32))
