@@ -1,10 +1,10 @@
 """python -m benchmarks.models.layer_recipes [--graph]: forward and backward of the layer in other recipes than `mxfp8`.
 
 All recipes of a size run on the same parameters and tokens, alternating in one process, back to back as in training. A
-line of the table is a size and a recipe: ms, speed and peak memory relative to `mxfp8`, and the least
-SQNR of y and the gradients against a plain bf16 layer. "4 micro-batches" are four steps in a block of `cached_weights`,
-which quantizes the weights once; its time is a step's. --graph: every step is captured, so that no host binds a small
-layer; without peaks. About two minutes on an H200.
+line of the table is a size and a recipe: ms, the host's ms to launch a step, speed and peak memory relative to `mxfp8`,
+and the least SQNR of y and the gradients against a plain bf16 layer. "4 micro-batches" are four steps in a block of
+`cached_weights`, which quantizes the weights once; its times are a step's. --graph: every step is captured, so that no
+host binds a small layer; without peaks. About two minutes on an H200.
 """
 
 import argparse
@@ -71,13 +71,17 @@ def measure(shape: MoELayer, device: str, graph: bool) -> None:
     peaks = {name: None if graph else device_timing.peak_nbytes(step) for name, step in steps.items()}
     end = device_timing.torch_end(device)
     samples = device_timing.in_a_row({name: (step, end) for name, step in steps.items()})
-    us = {name: sample.us / (MICRO_BATCHES if name == HELD else 1) for name, sample in samples.items()}
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    launched = device_timing.host(steps, wait, stretches=3, calls=4)
+    parts = {name: MICRO_BATCHES if name == HELD else 1 for name in steps}
+    us, host_us = ({name: sample.us / parts[name] for name, sample in of.items()} for of in (samples, launched))
     for name, sample in samples.items():
         peak, of = peaks[name], peaks["mxfp8"]
         memory = f"peak {peak / 2**30:5.2f} GiB {peak / of:5.2f}" if peak and of else "no peak"
         db = f"{errors[name]['sqnr_db']:.1f} dB of {errors[name]['of']}"
         print(
             f"{tuple(shape)!s:32} {name:37} {us[name] / 1e3:7.2f} ms, n {sample.n}, spread {sample.spread:.0%}, "
+            f"host {host_us[name] / 1e3:.2f} ms, "
             f"speed {us['mxfp8'] / us[name]:5.3f}, of bf16 {us['bf16'] / us[name]:5.3f}, {memory}, {db}",
             flush=True,
         )
