@@ -137,9 +137,9 @@ def graph_lines(inputs: LayerInputs, reference: Tensors, device: str, each: Each
     op = "moe_layer_fwd_bwd"
     layers = {"run": our_torch_layer, PLAIN: plain_torch_layer, RECIPE_BF16: recipe_bf16_layer}
     graphs = {name: captured(torch_programs(layer(inputs), inputs)[op]) for name, layer in layers.items()}
-    replays, peaks, end = {}, {}, torch_end(device)
-    for name, (replay, _, peaks[name]) in graphs.items():
-        replays[name] = replay
+    replays = {name: replay for name, (replay, _, _) in graphs.items()}
+    peaks, end = {name: peak for name, (_, _, peak) in graphs.items()}, torch_end(device)
+    for replay in replays.values():
         replay()
     check(inputs, reference, graphs[RECIPE_BF16][1])
     found = Found(check(inputs, reference, graphs["run"][1]), peaks["run"])

@@ -179,7 +179,7 @@ def check_expert_counts(op: str, counts: Any, axis_name: Axes | None, num_rows: 
 def lay_out(counts: jax.Array, axis_name: Axes | None, num_rows: int, capacity: int) -> Exchange:
     """`plan_exchange` for checked arguments."""
     ep_degree = axis_size("plan_exchange", axis_name)
-    counts = counts if axis_name is None else clip_counts(counts, num_rows)  # one rank may raise
+    counts = counts if axis_name is None else clip_counts(counts, num_rows)  # no other rank waits for one that raises
     counts = counts.astype(jnp.int32).reshape(ep_degree, -1)
     rank_ends = jnp.cumsum(counts.sum(1))
     rank_starts = rank_ends - counts.sum(1)
